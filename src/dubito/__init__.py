@@ -1,0 +1,1 @@
+"""dubito: Bayesian deep learning in PyTorch. Any module, called with random weights."""
