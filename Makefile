@@ -30,10 +30,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-# laplace-torch declares torchvision, which its code does not import: its real needs are our extra `laplace`.
+# laplace-torch and BackPACK declare torchvision, which what we use does not import, and which has to match the build
+# of torch: here they come without it, and the rest of their needs by name.
 install-laplace: $(STAMP)  ## add laplace-torch, for those who use it
-	@$(PIP) --no-build-isolation --editable '.[laplace]'
-	@$(PIP) --no-deps 'laplace-torch>=0.3,<0.4'
+	@$(PIP) einconv einops linear_operator opt_einsum unfoldNd
+	@$(PIP) --no-deps laplace-torch asdfghjkl backpack-for-pytorch curvlinops-for-pytorch
 
 demo: $(STAMP)  ## compare the methods on real data; writes into ./demo/
 	@$(VENV)/bin/dubito compare --output demo
