@@ -1,0 +1,521 @@
+"""A module and its random weights.
+
+`bayesianize` takes any `nn.Module` and gives a `BayesianModule`. The network is never changed or subclassed: for the
+length of a call its parameters are replaced by a draw, and put back whatever happens.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dubito.divergences import KLMethod
+from dubito.likelihoods import Likelihood, likelihood_from_config
+from dubito.patterns import Families, assign
+from dubito.predictive import Predictive
+from dubito.priors import PriorSpec, WeightPrior
+from dubito.swap import Swap, watch_checkpointing
+from dubito.weights.drawn import DrawnWeight
+from dubito.weights.family import (
+    CapabilityError,
+    DubitoWarning,
+    Family,
+    Group,
+    WeightPosterior,
+    check_finite,
+    key_of,
+)
+from dubito.weights.slots import Slot, find_slots, recurrent_owners, refresh_recurrent
+
+Selector = Callable[[Any], Tensor]
+Values = dict[str, Tensor]
+
+_PASSED_ON = frozenset(
+    (
+        "config",
+        "generation_config",
+        "gradient_checkpointing_enable",
+        "gradient_checkpointing_disable",
+        "is_gradient_checkpointing",
+        "supports_gradient_checkpointing",
+        "main_input_name",
+        "get_input_embeddings",
+        "get_output_embeddings",
+        "can_generate",
+    )
+)  # what trainers ask of a Hugging Face model
+
+
+class _Forward:
+    """The forward pass, with the signature of the network's own."""
+
+    def __init__(self, bayes: BayesianModule) -> None:
+        self._bayes = bayes
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._bayes.module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._bayes._call(args, kwargs)
+
+
+class BayesianModule(nn.Module):
+    """A network whose weights are random. Made by `bayesianize`.
+
+    In `train()` a call is one fresh draw (shared by the batch, unless the family's estimator says otherwise); in
+    `eval()` it runs at the posterior mean, as dropout does.
+
+    Attributes:
+        module: the network itself. Gaussian means are its own parameters.
+        posterior: the `WeightPosterior`s, by (first) parameter name with dots as slashes.
+        likelihood: how outputs become a distribution over targets, or None.
+        families: the family of every parameter, by name (parameters without one are not listed).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        posteriors: Sequence[WeightPosterior],
+        families: dict[str, Family],
+        likelihood: Likelihood | None,
+        output: Selector | None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.posterior = nn.ModuleDict({key_of(p.slots[0].name): p for p in posteriors})
+        self.likelihood = likelihood
+        self.families = families
+        joint = {id(prior): prior for p in posteriors for prior in p.joint_prior}
+        self.joint_priors = nn.ModuleList(joint.values())
+        self.target_shift: Tensor | None
+        self.target_scale: Tensor | None
+        self.register_buffer("target_shift", None)
+        self.register_buffer("target_scale", None)
+        self._output = output
+        self._slots = {slot.name: slot for p in posteriors for slot in p.slots}
+        self._recurrent = recurrent_owners(list(self._slots.values()))
+        self._needs_loop = False  # set once `vmap` has met an operator without a batching rule
+        self._lock = threading.RLock()
+        watch_checkpointing()
+
+    # ---- calling ----------------------------------------------------------------------------------------
+
+    @property
+    def forward(self) -> _Forward:  # type: ignore[override]
+        """One draw in `train()`, the posterior mean in `eval()`; the network's own signature and output.
+
+        Raises:
+            CapabilityError: in `eval()`, where a family has no closed-form mean; use `sample` or `predict`.
+        """
+        return _Forward(self)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._lock:
+            values = self._training_values() if self.training else self._mean_values()
+            return self.run(values, args, kwargs)
+
+    def run(self, values: Values, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call the network with `values` (by parameter name) in place of its parameters."""
+        if not values:
+            with self._lock:
+                return self.module(*args, **kwargs)
+        with self._swap(values):
+            return self.module(*args, **kwargs)
+
+    def _swap(self, values: Values) -> Swap:
+        pairs = []
+        for name, value in values.items():
+            slot = self._slots[name]
+            if isinstance(value, DrawnWeight) and any(isinstance(o, nn.RNNBase) for o, _ in slot.places):
+                value = value.dense()  # the fused kernels take plain weights, drawn once for all time steps
+            pairs.append((slot, value))
+        return Swap(pairs, self._recurrent, self._lock)
+
+    def posteriors(self) -> Iterable[WeightPosterior]:
+        """The posteriors of all groups of parameters."""
+        values: Any = self.posterior.values()
+        return values  # type: ignore[no-any-return]
+
+    def _training_values(self) -> Values:
+        values: Values = {}
+        for posterior in self.posteriors():
+            values.update(posterior.training_weights())
+        return values
+
+    def _mean_values(self) -> Values:
+        values: Values = {}
+        for posterior in self.posteriors():
+            try:
+                values.update(posterior.mean_weights() or {})
+            except CapabilityError as error:
+                raise CapabilityError(
+                    f"eval() runs at the posterior mean, and {posterior.slots[0].name!r} has no closed-form one "
+                    f"({error}); use bayes.sample() for one draw as a function, or bayes.predict(x) for the average over draws"
+                ) from error
+        return values
+
+    def select(self, output: Any) -> Tensor:
+        """The tensor among what the network returns: itself, `.logits`, or by the `output` selector.
+
+        Raises:
+            TypeError: if there is none.
+        """
+        if self._output is not None:
+            output = self._output(output)
+        elif not isinstance(output, Tensor):
+            output = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", output)
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"the network returned {type(output).__name__}, not a tensor (or something with .logits); say "
+                "which part is the output: bayesianize(…, output=lambda o: o[0])"
+            )
+        return output
+
+    # ---- draws --------------------------------------------------------------------------------------------
+
+    def draw(self, samples: int, generator: torch.Generator | None = None) -> Draws:
+        """`samples` draws of the weights, to be used on as many inputs as wished.
+
+        They are kept as noise, so they are the same functions of the posterior's parameters when those change (common
+        random numbers), and carry gradient where it is wanted.
+
+        Raises:
+            ValueError: if `samples` is not a positive whole number.
+        """
+        return Draws.make(list(self.posteriors()), samples, generator)
+
+    def outputs(
+        self,
+        x: Any,
+        samples: int | None = None,
+        draws: Draws | None = None,
+        chunk_size: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Outputs under several draws, `(S, batch, …)`, differentiable: for training with more than one.
+
+        Fresh draws use the family's estimator; given ones are plain draws of weights. A loss averaged over the result
+        has the mean of the draws' gradients.
+
+        Args:
+            x: a tensor, a tuple of positional or a mapping of keyword arguments of the network.
+            samples: number of fresh draws S.
+            draws: draws made by `draw`; exactly one of the two is given.
+            chunk_size: how many draws run at once (None: all).
+            generator: source of noise for fresh draws.
+
+        Raises:
+            ValueError: unless exactly one of `samples` and `draws` is given, or for a number below 1.
+        """
+        if (samples is None) == (draws is None):
+            raise ValueError("outputs wants exactly one of samples=S (fresh draws) and draws=bayes.draw(S)")
+        args, kwargs = as_arguments(x)
+        if draws is not None:
+            return run_draws(self, args, kwargs, draws.components(self), len(draws), chunk_size)
+        count = check_samples(samples)
+        estimated = any(p.estimated_weights() is not None for p in self.posteriors())
+        fresh = self.draw(count, generator).components(self)
+        return run_draws(
+            self, args, kwargs, fresh, count, chunk_size, estimator=None if estimated else "weights"
+        )
+
+    def predict(
+        self,
+        x: Any,
+        samples: int = 32,
+        draws: Draws | None = None,
+        chunk_size: int | None = None,
+        generator: torch.Generator | None = None,
+        estimator: str = "weights",
+        keep_draws: bool | None = None,
+    ) -> Predictive:
+        """The predictive distribution: the likelihood's, averaged over draws.
+
+        Runs without gradient and with the evaluation behaviour of dropout and normalisation; every flag is put back.
+
+        Args:
+            x: a tensor, a tuple or mapping of arguments, or an iterable of batches (a `DataLoader`; of a batch
+                `(input, target)` the input is used). Batches stream in bounded memory, under the same draws.
+            samples: number of draws S.
+            draws: use these instead (`bayes.draw(S)`).
+            chunk_size: how many draws run at once; also bounds the memory for draws.
+            generator: source of noise.
+            estimator: "weights" makes every draw one function of all inputs. "local" and "flipout" draw outputs where
+                the family offers them: the same predictive for each single input at lower cost, but no joint one.
+            keep_draws: keep each draw's probabilities or means (None: for one batch yes, for a stream no).
+
+        Raises:
+            ValueError: no likelihood, `samples` below 1, or an empty loader.
+        """
+        return predict(
+            self,
+            x,
+            samples=samples,
+            draws=draws,
+            chunk_size=chunk_size,
+            generator=generator,
+            estimator=estimator,
+            keep_draws=keep_draws,
+        )
+
+    def sample(self, generator: torch.Generator | None = None) -> nn.Module:
+        """One draw as an ordinary, frozen module in eval mode: a consistent function of its input.
+
+        It is a copy: later training does not change it, and it can be saved or called like any network of its class.
+        """
+        values: Values = {}
+        with torch.no_grad():
+            for posterior in self.posteriors():
+                drawn = posterior.realize(posterior.components(posterior.noise(generator)))
+                values.update(posterior.dense(drawn))
+        return self._plain_copy(values).requires_grad_(False).eval()
+
+    def merge(self) -> nn.Module:
+        """A plain copy of the network at the posterior mean.
+
+        Raises:
+            CapabilityError: where a family has no closed-form mean.
+        """
+        values: Values = {}
+        with torch.no_grad():
+            for posterior in self.posteriors():
+                values.update(posterior.mean())
+        return self._plain_copy(values).train(self.module.training)
+
+    def _plain_copy(self, values: Values) -> nn.Module:
+        with self._lock:
+            memo: dict[int, Any] = {}
+            fresh: dict[str, nn.Parameter] = {}
+            for name, slot in self._slots.items():
+                value = values[name].detach().clone()
+                fresh[name] = nn.Parameter(value, requires_grad=slot.requires_grad)
+                if slot.occupied:
+                    memo[id(slot.parameter)] = fresh[name]
+            plain: nn.Module = copy.deepcopy(self.module, memo)
+            for name, slot in self._slots.items():
+                for owner, attribute in slot.places:
+                    copied: nn.Module = memo[id(owner)] if owner is not self.module else plain
+                    copied._parameters[attribute] = fresh[name]
+            for module in plain.modules():
+                refresh_recurrent(module)
+        return plain
+
+    # ---- divergences and likelihood -----------------------------------------------------------------------
+
+    def kl(
+        self, method: KLMethod = "auto", samples: int | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """KL(q || prior), summed over all random weights, in nats; never scaled.
+
+        For a loss that is a mean over examples, divide by the number of training examples.
+
+        Args:
+            method: "auto" (closed form, else the bound for mixtures, else Monte Carlo), "closed", "bound" or
+                "monte_carlo".
+            samples: draws for Monte Carlo (None: the family's own number).
+            generator: source of Monte Carlo noise.
+
+        Raises:
+            CapabilityError: where a family's KL is infinite or undefined; the message names the objective to use.
+        """
+        values = list(self.kl_by_parameter(method, samples, generator).values())
+        if not values:
+            parameter = next(self.parameters(), None)
+            return torch.zeros(()) if parameter is None else parameter.new_zeros(())
+        total = values[0]
+        for value in values[1:]:
+            total = total + value
+        return total
+
+    def kl_by_parameter(
+        self, method: KLMethod = "auto", samples: int | None = None, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """The KL of each random parameter, by name; of a joint prior under the name of its first parameter."""
+        with self._lock:
+            result: dict[str, Tensor] = {}
+            for posterior in self.posteriors():
+                if not posterior.joint_prior:
+                    result.update(posterior.kl(method, samples, generator))
+            for prior in self.joint_priors:
+                members = [p for p in self.posteriors() if prior in p.joint_prior]
+                assert isinstance(prior, WeightPrior)
+                result[members[0].slots[0].name] = joint_kl(prior, members, method, samples or 1, generator)
+        return result
+
+    def nll(self, outputs: Any, y: Tensor) -> Tensor:
+        """Mean negative log likelihood of the targets, over the batch (and over leading draws), in nats."""
+        return self.require_likelihood().nll(self.select(outputs), y)
+
+    def require_likelihood(self) -> Likelihood:
+        """The likelihood, or an error that says how to give one.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        if self.likelihood is None:
+            raise ValueError(
+                "no likelihood: classification and regression cannot be told apart from the outputs. Pass "
+                "bayesianize(…, likelihood=dubito.Categorical()), or Bernoulli(), Gaussian(), HeteroscedasticGaussian()"
+            )
+        return self.likelihood
+
+    def set_target_scale(self, shift: Tensor | None, scale: Tensor | None) -> None:
+        """Regression targets were standardised as `(y - shift) / scale`; `predict` undoes it."""
+        self.target_shift, self.target_scale = shift, scale
+
+    @torch.no_grad()
+    def rescale_spread_(self, factor: float) -> None:
+        """Multiply all posterior standard deviations by `factor` >= 0, in place; 0 gives the mean network.
+
+        Raises:
+            ValueError: for a negative or non-finite factor.
+        """
+        if not (0 <= factor < float("inf")):
+            raise ValueError(f"factor={factor!r} must be a finite number of at least 0")
+        for posterior in self.posteriors():
+            posterior.rescale_spread_(factor)
+
+    # ---- being a module -----------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _PASSED_ON:
+            return getattr(self.module, name)
+        return super().__getattr__(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = threading.RLock()
+        watch_checkpointing()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name in ("target_shift", "target_scale"):  # present only where targets were standardised
+            if prefix + name in state_dict and getattr(self, name) is None:
+                setattr(self, name, torch.empty_like(state_dict[prefix + name]))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def bayesianize(
+    module: nn.Module,
+    families: Families,
+    likelihood: Likelihood | None = None,
+    prior: PriorSpec = None,
+    output: Selector | None = None,
+) -> BayesianModule:
+    """Give a network random weights.
+
+    Args:
+        module: any `nn.Module`. It stays the same object, with the same code and the same leaf types; its weights
+            become the posterior means (a factored family takes the dense weight out, `merge()` gives one back).
+        families: one family for all parameters, or a mapping from patterns to families: names, globs over
+            `named_parameters()` names, module names, module classes, and `"rest"` for whatever nothing else names.
+            Without `"rest"`, parameters that no pattern names stay ordinary parameters.
+        likelihood: how outputs become a distribution over targets: `Categorical()`, `Bernoulli()`, `Gaussian()`,
+            `HeteroscedasticGaussian()`. There is no silent default; a Hugging Face config that states its
+            `problem_type` is used.
+        prior: for families that were given none: a `torch.distributions` object, a prior rule, a `WeightPrior`,
+            `"fan_in"` (the default, `Normal(0, fan_in ** -0.5)`) or `"pretrained"`.
+        output: picks the tensor out of what the network returns, where that is no tensor and has no `.logits`.
+
+    Returns:
+        The Bayesian module, in `train()` mode as any new module.
+
+    Raises:
+        TypeError, ValueError: for input that does not fit; the module is then unchanged.
+    """
+    if isinstance(module, BayesianModule):
+        raise TypeError(
+            "module is already a BayesianModule; bayesianize its .module, or bayes.merge() for a plain copy"
+        )
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, not {type(module).__name__}")
+    if likelihood is not None and not isinstance(likelihood, Likelihood):
+        hint = f"; write {likelihood.__name__}()" if isinstance(likelihood, type) else ""
+        raise TypeError(
+            f"likelihood must be a Likelihood such as dubito.Categorical(), not {likelihood!r}{hint}"
+        )
+    slots = find_slots(module)
+    chosen: dict[str, Family] = {}
+    posteriors: list[WeightPosterior] = []
+    for family, matched in assign(module, slots, families):
+        fitting = sum(family.substitute(slot) is None for slot in matched)
+        for used, group_slots in _groups(family, matched):
+            for slot in group_slots:
+                check_finite(slot)
+                chosen[slot.name] = used
+            own = used.own_prior
+            group = Group(tuple(group_slots), own if own is not None else prior, fitting == 1)
+            posterior = used.attach(group)
+            if posterior is not None:
+                posteriors.append(posterior)
+    if likelihood is None:
+        likelihood = likelihood_from_config(getattr(module, "config", None))
+    bayes = BayesianModule(module, posteriors, chosen, likelihood, output)
+    for posterior in posteriors:
+        if posterior.takes_over:
+            for slot in posterior.slots:
+                slot.put(None)
+    notes = [note for posterior in posteriors for note in posterior.notes]
+    if notes:
+        warnings.warn("; ".join(notes), DubitoWarning, stacklevel=2)
+    return bayes
+
+
+def _groups(family: Family, matched: Sequence[Slot]) -> list[tuple[Family, list[Slot]]]:
+    """Split a pattern's parameters by the family that takes them, and by its granularity."""
+    by_family: dict[Family, list[Slot]] = {}
+    for slot in matched:
+        by_family.setdefault(family.substitute(slot) or family, []).append(slot)
+    result: list[tuple[Family, list[Slot]]] = []
+    for used, slots in by_family.items():
+        if used.granularity == "all":
+            result.append((used, slots))
+        elif used.granularity == "module":
+            owners: dict[int, list[Slot]] = {}
+            for slot in slots:
+                owners.setdefault(id(slot.owner), []).append(slot)
+            result.extend((used, members) for members in owners.values())
+        else:
+            result.extend((used, [slot]) for slot in slots)
+    return result
+
+
+def joint_kl(
+    prior: WeightPrior,
+    members: Sequence[WeightPosterior],
+    method: KLMethod,
+    samples: int,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """KL of several posteriors to one joint prior: its own closed form, else Monte Carlo."""
+    if method in ("auto", "closed") and type(prior).kl is not WeightPrior.kl:
+        return prior.kl(list(members))
+    if method not in ("auto", "monte_carlo"):
+        raise CapabilityError(f'{type(prior).__name__} offers no KL by method={method!r}; use "monte_carlo"')
+    total: Tensor | None = None
+    for _ in range(samples):
+        weights: dict[str, Tensor] = {}
+        for member in members:
+            weights.update(member.draw((), generator))
+        value = sum(
+            (m.log_prob({s.name: weights[s.name] for s in m.slots}) for m in members),
+            -prior.log_prob(weights),
+        )
+        total = value if total is None else total + value
+    assert total is not None
+    return total / samples
+
+
+from dubito.monte_carlo import Draws, as_arguments, check_samples, predict, run_draws  # noqa: E402

@@ -1,0 +1,306 @@
+"""Draws to predictions: many draws in one pass under `torch.func.vmap`, or one after the other.
+
+Where an operator of the network has no batching rule (the fused LSTM), the draws run in a loop; the results are the
+same for the same draws. Under `vmap` whatever precedes the first random weight is computed once for all draws.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dubito.predictive import Predictive
+from dubito.weights.family import Components, Noise, WeightPosterior, key_of
+
+if TYPE_CHECKING:
+    from dubito.bayesian import BayesianModule
+
+MAX_DRAWN = 2**26  # entries of drawn weights alive at once by default: 256 MB in float32
+LABELS = ("labels", "label")
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Draws of a network's weights, kept as noise; made by `BayesianModule.draw`.
+
+    Attributes:
+        noise: each posterior's noise by its key, stacked over draws.
+        count: number of draws S.
+    """
+
+    noise: dict[str, Noise]
+    count: int
+
+    @classmethod
+    def make(
+        cls, posteriors: Sequence[WeightPosterior], samples: int, generator: torch.Generator | None
+    ) -> Draws:
+        """Draw noise, draw by draw: the first S of more draws are the same draws, however they are chunked."""
+        count = check_samples(samples)
+        generator = generator if generator is not None else _own_generator(posteriors)
+        keys = [key_of(p.slots[0].name) for p in posteriors]
+        made: list[list[Noise]] = [[p.noise(generator) for p in posteriors] for _ in range(count)]
+        noise: dict[str, Noise] = {}
+        for index, key in enumerate(keys):
+            first = made[0][index]
+            noise[key] = {name: torch.stack([one[index].pop(name) for one in made]) for name in list(first)}
+        return cls(noise, count)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int | slice) -> Draws:
+        """Some of the draws (an integer gives one, still with its leading dimension)."""
+        if isinstance(index, int):
+            if not -self.count <= index < self.count:
+                raise IndexError(f"draw {index} of {self.count}")
+            index = slice(index % self.count, index % self.count + 1)
+        noise = {key: {n: t[index] for n, t in part.items()} for key, part in self.noise.items()}
+        return Draws(noise, len(range(self.count)[index]))
+
+    def components(self, bayes: BayesianModule) -> list[Components]:
+        """What the draws are made of at the posterior's present parameters, in the posteriors' order.
+
+        Raises:
+            ValueError: if the draws were made for another network.
+        """
+        keys = list(bayes.posterior)
+        if keys != list(self.noise):
+            raise ValueError(
+                "these draws were made for another network (or other families); make them with this one's draw(S)"
+            )
+        return [p.components(self.noise[key]) for key, p in zip(keys, bayes.posteriors(), strict=True)]
+
+
+def check_samples(samples: Any) -> int:
+    """A positive whole number of draws.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ValueError(f"samples={samples!r} must be a whole number of at least 1 (draws of the weights)")
+    return samples
+
+
+def as_arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The network's arguments: a tuple gives positional, a mapping keyword ones, anything else is the one input."""
+    if isinstance(x, tuple) and not hasattr(x, "_fields"):
+        return x, {}
+    if isinstance(x, Mapping):
+        return (), dict(x)
+    return (x,), {}
+
+
+def run_draws(
+    bayes: BayesianModule,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    components: Sequence[Components],
+    count: int,
+    chunk_size: int | None = None,
+    estimator: str | None = "weights",
+) -> Tensor:
+    """Outputs under `count` draws, `(S, batch, …)`.
+
+    Args:
+        bayes: the network.
+        args, kwargs: its arguments.
+        components: of each posterior, stacked over draws.
+        count: number of draws.
+        chunk_size: draws run at once (None: as many as keep the drawn weights within a bound).
+        estimator: "weights", or "local", "flipout", or None for each family's own.
+    """
+    posteriors = list(bayes.posteriors())
+
+    def one(_: Tensor, drawn: list[Components]) -> Tensor:
+        values: dict[str, Tensor] = {}
+        for posterior, parts in zip(posteriors, drawn, strict=True):
+            estimated = None if estimator == "weights" else posterior.estimated_weights(estimator)
+            values.update(estimated if estimated is not None else posterior.realize(parts))
+        return bayes.select(bayes.run(values, args, kwargs))
+
+    if not posteriors:
+        output = bayes.select(bayes.run({}, args, kwargs))
+        return output.expand(count, *output.shape)
+    stacked = list(components)
+    index = torch.arange(count, device=_device(posteriors))
+    if not (bayes._needs_loop or _normalises_by_batch(bayes.module)):
+        chunk_size = chunk_size or _chunk(stacked, count)
+        try:
+            return _vmapped(one, index, stacked, chunk_size)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            # Either an operator without a batching rule, and the loop will do; or the input is wrong, and the
+            # loop raises torch's own message.
+            outputs = _loop(one, index, stacked)
+            bayes._needs_loop = True
+            return outputs
+    return _loop(one, index, stacked)
+
+
+def _vmapped(one: Any, index: Tensor, stacked: list[Components], chunk_size: int) -> Tensor:
+    result: Tensor = torch.vmap(one, randomness="different", chunk_size=chunk_size)(index, stacked)
+    return result
+
+
+def _loop(one: Any, index: Tensor, stacked: list[Components]) -> Tensor:
+    outputs = []
+    for s in range(len(index)):
+        outputs.append(one(index[s], [{n: t[s] for n, t in part.items()} for part in stacked]))
+    return torch.stack(outputs)
+
+
+def _chunk(stacked: list[Components], count: int) -> int:
+    size = sum(t.numel() for part in stacked for t in part.values()) // count
+    return max(1, min(count, MAX_DRAWN // max(size, 1)))
+
+
+def _normalises_by_batch(module: nn.Module) -> bool:
+    """Batch statistics are updated in place, which `vmap` cannot do."""
+    return any(
+        isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training and m.track_running_stats
+        for m in module.modules()
+    )
+
+
+def _device(posteriors: Sequence[WeightPosterior]) -> torch.device:
+    for posterior in posteriors:
+        for parameter in posterior.parameters():
+            return parameter.device
+    return posteriors[0].slots[0].parameter.device
+
+
+def _own_generator(posteriors: Sequence[WeightPosterior]) -> torch.Generator:
+    """A generator seeded by the global one, so that `torch.manual_seed` is honoured."""
+    device = _device(posteriors) if posteriors else torch.device("cpu")
+    generator = torch.Generator(device)
+    generator.manual_seed(int(torch.randint(2**62, ()).item()))
+    return generator
+
+
+# ---- predict -----------------------------------------------------------------------------------------------
+
+
+def predict(
+    bayes: BayesianModule,
+    x: Any,
+    *,
+    samples: int,
+    draws: Draws | None,
+    chunk_size: int | None,
+    generator: torch.Generator | None,
+    estimator: str,
+    keep_draws: bool | None,
+) -> Predictive:
+    """See `BayesianModule.predict`."""
+    likelihood = bayes.require_likelihood()
+    _check_estimator(bayes, estimator)
+    count = len(draws) if draws is not None else check_samples(samples)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+    stream = not isinstance(x, Tensor | tuple | Mapping)
+    keep = keep_draws if keep_draws is not None else not stream
+    source = _Source(bayes, count, draws, generator, chunk_size, kept=not stream or chunk_size is None)
+    parts: list[Predictive] = []
+    with torch.no_grad(), evaluating(bayes.module):
+        for batch in _batches(x, _device_of(bayes)) if stream else (x,):
+            args, kwargs = as_arguments(batch)
+            outputs = [
+                run_draws(bayes, args, kwargs, components, size, chunk_size, estimator)
+                for components, size in source.chunks()
+            ]
+            joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            part = likelihood.predictive(joined, keep_draws=keep)
+            parts.append(part if estimator == "weights" else dataclasses.replace(part, consistent=False))
+    if not parts:
+        raise ValueError("x is an empty loader: it gave no batch to predict")
+    predictive = parts[0] if len(parts) == 1 else Predictive.concatenate(parts)
+    if bayes.target_scale is not None and bayes.target_shift is not None:
+        predictive = predictive.affine(bayes.target_shift, bayes.target_scale)
+    return predictive
+
+
+class _Source:
+    """The draws' components, chunk by chunk, the same for every batch.
+
+    Kept in memory, or (a stream with a chunk size) made again for each batch from the generator's states.
+    """
+
+    def __init__(
+        self,
+        bayes: BayesianModule,
+        count: int,
+        draws: Draws | None,
+        generator: torch.Generator | None,
+        chunk_size: int | None,
+        kept: bool,
+    ) -> None:
+        self.bayes = bayes
+        self.posteriors = list(bayes.posteriors())
+        self.draws = draws
+        step = count if draws is not None or chunk_size is None else min(chunk_size, count)
+        self.sizes = [min(step, count - start) for start in range(0, count, step)]
+        self.generator = generator if generator is not None else _own_generator(self.posteriors)
+        self.start = self.generator.get_state()
+        self.kept: list[list[Components]] | None = [] if kept and step == count else None
+
+    def chunks(self) -> Iterator[tuple[list[Components], int]]:
+        if self.kept:
+            yield from zip(self.kept, self.sizes, strict=True)
+            return
+        if self.kept is None:
+            self.generator.set_state(self.start)
+        for size in self.sizes:
+            draws = (
+                self.draws if self.draws is not None else Draws.make(self.posteriors, size, self.generator)
+            )
+            components = draws.components(self.bayes)
+            if self.kept is not None:
+                self.kept.append(components)
+            yield components, size
+
+
+def _batches(x: Any, device: torch.device) -> Iterator[Any]:
+    if not isinstance(x, Iterable):
+        raise TypeError(
+            f"x must be a tensor, a tuple or mapping of arguments, or an iterable of batches, not {type(x).__name__}"
+        )
+    for batch in x:
+        if isinstance(batch, Mapping):
+            inputs: Any = {k: v for k, v in batch.items() if k not in LABELS}
+        else:
+            inputs = batch[0] if isinstance(batch, list | tuple) else batch
+        yield torch.utils._pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, inputs)
+
+
+def _check_estimator(bayes: BayesianModule, estimator: str) -> None:
+    offered = {"weights"} | {name for p in bayes.posteriors() for name in p.estimators}
+    if estimator not in offered:
+        raise ValueError(
+            f"estimator={estimator!r} is not offered by these families; there are: {', '.join(sorted(offered))}"
+        )
+
+
+def _device_of(bayes: BayesianModule) -> torch.device:
+    parameter = next(bayes.parameters(), None)
+    return parameter.device if parameter is not None else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation behaviour of every submodule; every `training` flag is put back as it was."""
+    flags = [(m, m.training) for m in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, flag in flags:
+            m.training = flag

@@ -1,0 +1,219 @@
+"""Gaussian drawn weights that lower the variance of the gradient: local reparametrisation and flipout.
+
+Local reparametrisation (Kingma, Salimans & Welling 2015) draws pre-activations instead of weights: for
+independent Gaussian entries `y ~ N(x mᵀ, x² (s²)ᵀ)`, independently for each example. Flipout (Wen et al. 2018)
+shares one perturbation and flips its signs for each example and channel. Both give an example the same
+distribution of outputs as a drawn weight would; neither is one function over a batch, so they serve training
+and marginal prediction, never function draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dubito.weights.drawn import DrawnWeight, as_dense, rule
+
+_CONVOLUTIONS = (
+    F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
+)  # fmt: skip
+_SPATIAL = {
+    F.conv1d: 1,
+    F.conv2d: 2,
+    F.conv3d: 3,
+    F.conv_transpose1d: 1,
+    F.conv_transpose2d: 2,
+    F.conv_transpose3d: 3,
+}
+
+
+class LocalWeight(DrawnWeight):
+    """Independent Gaussian entries given by mean and standard deviation; operators draw their outputs."""
+
+    mean_: Tensor
+    sd: Tensor
+    used: bool
+
+    @classmethod
+    def of(cls, mean: Tensor, sd: Tensor) -> LocalWeight:
+        """Wrap the moments."""
+        self = cls.wrap(mean.shape, (mean, sd))
+        self.mean_, self.sd, self.used = mean, sd, False
+        return self
+
+    def draw_dense(self) -> Tensor:
+        """One shared draw, for an operator without a rule."""
+        return torch.addcmul(self.mean_, self.sd, torch.randn_like(self.sd))
+
+    def claim(self) -> None:
+        """Note one use; a second would draw an inconsistent weight.
+
+        Raises:
+            RuntimeError: at the second use.
+        """
+        if self.used or self._memo:
+            raise RuntimeError(
+                'the estimator "local" draws outputs, so a weight used twice in one call would be two different '
+                'weights. Use estimator="weights" for this parameter'
+            )
+        self.used = True
+
+    def begin_recomputation(self) -> None:
+        """The same use, run again."""
+        self.used = False
+
+
+class FlipoutWeight(DrawnWeight):
+    """A mean and one drawn, symmetric perturbation, whose signs each example flips."""
+
+    mean_: Tensor
+    perturbation: Tensor
+
+    @classmethod
+    def of(cls, mean: Tensor, perturbation: Tensor) -> FlipoutWeight:
+        """Wrap mean and perturbation."""
+        self = cls.wrap(mean.shape, (mean, perturbation))
+        self.mean_, self.perturbation = mean, perturbation
+        return self
+
+    def draw_dense(self) -> Tensor:
+        """The shared draw, for an operator without a rule."""
+        return self.mean_ + self.perturbation
+
+
+def signs(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Random signs (uniform numbers are several times cheaper than Bernoulli ones, and may be vmapped)."""
+    uniform = torch.rand(tuple(shape), dtype=like.dtype, device=like.device)
+    return torch.where(uniform < 0.5, -1.0, 1.0).to(like.dtype)
+
+
+def safe_sqrt(variance: Tensor) -> Tensor:
+    """Square root with gradient 0 at 0, and no floor that would add noise of its own."""
+    return variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt()
+
+
+def _local(
+    function: Callable[..., Tensor], input: Tensor, weight: LocalWeight, bias: Any, options: tuple[Any, ...]
+) -> Tensor:
+    weight.claim()
+    bias_sd = None
+    if isinstance(bias, LocalWeight):
+        bias.claim()
+        bias, bias_sd = bias.mean_, bias.sd
+    mean = function(input, weight.mean_, as_dense(bias), *options)
+    with torch.autocast(input.device.type, enabled=False):  # squares leave the range of half precision
+        wide = (
+            torch.float32
+            if input.dtype in (torch.float16, torch.bfloat16) and weight.sd.dtype == torch.float32
+            else input.dtype
+        )
+        square, spread = input.to(wide).square(), weight.sd.to(wide).square()
+        bias_variance = None if bias_sd is None else bias_sd.to(wide).square()
+        deviation = safe_sqrt(function(square, spread, bias_variance, *options)).to(mean.dtype)
+    return torch.addcmul(mean, deviation, torch.randn_like(deviation))
+
+
+def _flipout(
+    function: Callable[..., Tensor],
+    input: Tensor,
+    weight: FlipoutWeight,
+    bias: Any,
+    options: tuple[Any, ...],
+    spatial: int,
+) -> Tensor:
+    bias_perturbation = None
+    if isinstance(bias, FlipoutWeight):
+        bias, bias_perturbation = bias.mean_, bias.perturbation
+    mean = function(input, weight.mean_, as_dense(bias), *options)
+    if spatial:
+        shape_in = (*input.shape[:-spatial], *[1] * spatial)
+        shape_out = (*mean.shape[:-spatial], *[1] * spatial)
+    else:
+        middle = [1] * (input.ndim - 2)
+        shape_in = (*input.shape[:1], *middle, input.shape[-1]) if input.ndim > 1 else input.shape
+        shape_out = (*mean.shape[:1], *middle, mean.shape[-1]) if mean.ndim > 1 else mean.shape
+    flipped = input * signs(shape_in, input)
+    return mean + function(flipped, weight.perturbation, bias_perturbation, *options) * signs(shape_out, mean)
+
+
+def _apply(
+    function: Callable[..., Tensor],
+    spatial: int,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    options: tuple[Any, ...],
+) -> Any:
+    if isinstance(input, DrawnWeight):
+        return NotImplemented
+    if isinstance(weight, LocalWeight):
+        return _local(function, input, weight, bias, options)
+    if isinstance(weight, FlipoutWeight):
+        return _flipout(function, input, weight, bias, options, spatial)
+    return NotImplemented
+
+
+@rule(FlipoutWeight, F.linear)
+@rule(LocalWeight, F.linear)
+def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    return _apply(F.linear, 0, input, weight, bias, ())
+
+
+@rule(FlipoutWeight, torch.addmm)
+@rule(LocalWeight, torch.addmm)
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    if beta != 1 or alpha != 1 or not isinstance(mat2, LocalWeight | FlipoutWeight):
+        return NotImplemented
+    return _apply(_linear_stored_in_out, 0, mat1, mat2, input, ())
+
+
+def _linear_stored_in_out(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(input, weight.mT, bias)
+
+
+def _both(weight: Any, take: Callable[[Tensor], Any]) -> Any:
+    """Apply a view to both tensors a Gaussian drawn weight is made of."""
+    second = weight.sd if isinstance(weight, LocalWeight) else weight.perturbation
+    means, others = take(weight.mean_), take(second)
+    if isinstance(means, Tensor):
+        return type(weight).of(means, others)
+    return tuple(type(weight).of(a, b) for a, b in zip(means, others, strict=True))
+
+
+def _view_rule(function: Any) -> None:
+    def view(weight: Any, *args: Any, **kwargs: Any) -> Any:
+        return _both(weight, lambda part: function(part, *args, **kwargs))
+
+    rule(LocalWeight, function)(view)
+    rule(FlipoutWeight, function)(view)
+
+
+_TRANSPOSED_VIEWS: tuple[Any, ...] = (Tensor.T.__get__, Tensor.mT.__get__)  # type: ignore[attr-defined]
+_VIEWS: tuple[Any, ...] = (
+    *_TRANSPOSED_VIEWS, torch.chunk, Tensor.chunk, torch.split, Tensor.split, Tensor.__getitem__, torch.t, Tensor.t,
+    torch.transpose, Tensor.transpose, torch.reshape, Tensor.reshape, Tensor.view, Tensor.repeat,
+)  # fmt: skip
+for _view in _VIEWS:
+    _view_rule(_view)
+
+
+def _convolution_rule(function: Any) -> None:
+    names = ["stride", "padding", "dilation", "groups"]
+    if "transpose" in function.__name__:
+        names = ["stride", "padding", "output_padding", "groups", "dilation"]
+    defaults = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "output_padding": 0}
+
+    def convolve(input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
+        options = args + tuple(kwargs.get(n, defaults[n]) for n in names[len(args) :])
+        return _apply(function, _SPATIAL[function], input, weight, bias, options)
+
+    rule(LocalWeight, function)(convolve)
+    rule(FlipoutWeight, function)(convolve)
+
+
+for _convolution in _CONVOLUTIONS:
+    _convolution_rule(_convolution)

@@ -1,0 +1,251 @@
+"""The contract of a family of random weights.
+
+A `Family` is a small frozen configuration ("mean field with this prior"). Attached to a group of parameters it
+makes a `WeightPosterior`: an `nn.Module` that holds the variational parameters of q(w) for that group and knows
+how to draw from it. A draw is made in three steps, so that many draws can be made at once, kept, replayed and
+run under `torch.func.vmap`:
+
+    noise       = posterior.noise(generator)        one draw's standard noise: plain tensors, no gradient
+    components  = posterior.components(noise)       what a draw is made of, differentiable in the variational
+                                                    parameters; leading dimensions of the noise are kept
+    weights     = posterior.realize(components)     what stands in the slots for one call: plain tensors, or
+                                                    structured drawn weights (`dubito.weights.drawn`)
+
+Everything else (training, prediction, saving, objectives) is written against this contract; a new family is one
+file here and one line in the conformance battery (`tests/conformance.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dubito.divergences import KLMethod
+from dubito.priors import ParameterPrior, PriorSpec, WeightPrior, resolve_prior
+from dubito.weights.initial_scale import centre, fan_in
+from dubito.weights.slots import Slot
+
+Noise = dict[str, Tensor]
+Components = dict[str, Tensor]
+Granularity = Literal["parameter", "module", "all"]
+
+
+class CapabilityError(NotImplementedError):
+    """A family was asked for something it does not have; the message says what to use instead."""
+
+
+class DubitoWarning(UserWarning):
+    """A choice was made on the user's behalf, or a combination is known to go wrong; said once."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The parameters that one posterior covers.
+
+    Attributes:
+        slots: the parameters, in `named_parameters()` order.
+        prior: the prior in force: the family's own, else `bayesianize`'s, else None (the family's default).
+        alone: whether the user's pattern named exactly one parameter, so that an impossible request is an
+            error rather than something to adapt.
+    """
+
+    slots: tuple[Slot, ...]
+    prior: PriorSpec
+    alone: bool
+
+
+@dataclass(frozen=True)
+class Family(ABC):
+    """Which random weights: the configuration of a posterior family. Subclasses are frozen dataclasses."""
+
+    granularity: ClassVar[Granularity] = "parameter"
+
+    @property
+    def own_prior(self) -> PriorSpec:
+        """The prior given to the family itself (it wins over `bayesianize`'s), or None."""
+        return getattr(self, "prior", None)
+
+    def substitute(self, slot: Slot) -> Family | None:
+        """The family to use instead for a parameter this one does not fit (None: it fits)."""
+        return None
+
+    @abstractmethod
+    def attach(self, group: Group) -> WeightPosterior | None:
+        """Make the posterior of a group of parameters; nothing of the module is changed here.
+
+        Returns:
+            The posterior, or None where the parameters stay as they are.
+        """
+
+
+class WeightPosterior(nn.Module, ABC):
+    """q(w) over a group of parameters.
+
+    Attributes:
+        slots: where the parameters live. They are not registered here: a Gaussian mean *is* the module's own
+            parameter, so `state_dict`, `.to`, optimisers and `deepcopy` meet it once.
+        notes: what was decided on the user's behalf, in words; `bayesianize` says them.
+        takes_over: whether the dense parameters leave storage (factored families).
+        estimators: the estimators this posterior offers for training, the default first.
+        diagonal: whether the covariance is diagonal (its expected loss collapses it to a point).
+    """
+
+    takes_over: ClassVar[bool] = False
+    estimators: ClassVar[tuple[str, ...]] = ("weights",)
+    diagonal: ClassVar[bool] = False
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.slots = group.slots
+        self.priors = nn.ModuleDict()
+        self.joint_prior: tuple[
+            WeightPrior, ...
+        ] = ()  # a tuple: held by the BayesianModule, not registered here
+        self.notes: list[str] = []
+
+    # ---- what every family must give -----------------------------------------------------------------
+
+    @abstractmethod
+    def noise(self, generator: torch.Generator | None = None) -> Noise:
+        """One draw's standard noise, in the posterior's dtype and on its device."""
+
+    @abstractmethod
+    def components(self, noise: Noise) -> Components:
+        """What a draw is made of; leading dimensions of the noise lead in every component."""
+
+    @abstractmethod
+    def realize(self, components: Components) -> dict[str, Tensor]:
+        """What stands in each slot (by slot name) for one draw; called inside `vmap` for many."""
+
+    @abstractmethod
+    def mean(self) -> dict[str, Tensor]:
+        """E[w] by slot name, dense.
+
+        Raises:
+            CapabilityError: where no closed form exists.
+        """
+
+    @abstractmethod
+    def variance(self) -> dict[str, Tensor]:
+        """Marginal variances Var[w] by slot name, in the parameters' shapes."""
+
+    @abstractmethod
+    def rescale_spread_(self, factor: float) -> None:
+        """Multiply the standard deviations of the random quantities by `factor` >= 0, in place."""
+
+    def spread_parameters(self) -> list[nn.Parameter]:
+        """The variational parameters that describe spread (log sigma, S): kept out of weight decay."""
+        return [p for p in self.parameters() if p.requires_grad]
+
+    # ---- what a family may refine ---------------------------------------------------------------------
+
+    def training_weights(self) -> dict[str, Tensor]:
+        """What stands in the slots for one training call, by the family's estimator, with gradients."""
+        return self.realize(self.components(self.noise()))
+
+    def estimated_weights(self, estimator: str | None = None) -> dict[str, Tensor] | None:
+        """What stands in the slots under an estimator that is no function draw ("local", "flipout").
+
+        It is called once for each draw, inside `vmap` for several.
+
+        Args:
+            estimator: None for the family's own.
+
+        Returns:
+            None where the estimator is "weights", or not offered here: dense draws are then used.
+        """
+        return None
+
+    def mean_weights(self) -> dict[str, Tensor] | None:
+        """What stands in the slots for a call at the mean; None where the module already holds it."""
+        return None
+
+    def dense(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Plain tensors from what `realize` gave."""
+        from dubito.weights.drawn import DrawnWeight
+
+        return {n: w.dense() if isinstance(w, DrawnWeight) else w for n, w in weights.items()}
+
+    def draw(
+        self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """Dense draws, `sample_shape + parameter shape` by slot name, differentiable."""
+        sample_shape = tuple(sample_shape)
+        count = 1
+        for size in sample_shape:
+            count *= size
+        drawn = []
+        for _ in range(count):
+            drawn.append(self.dense(self.realize(self.components(self.noise(generator)))))
+        return {
+            slot.name: torch.stack([d[slot.name] for d in drawn]).reshape(*sample_shape, *slot.shape)
+            for slot in self.slots
+        }
+
+    def kl(
+        self, method: KLMethod = "auto", samples: int | None = None, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """KL(q || prior) in nats, summed, by slot name.
+
+        Args:
+            method: "auto" (closed form, else bound for mixtures, else Monte Carlo), "closed", "bound" or
+                "monte_carlo".
+            samples: draws for Monte Carlo (None: the family's own number).
+            generator: source of Monte Carlo noise.
+
+        Raises:
+            CapabilityError: where the KL is infinite or undefined; the message names the remedy.
+        """
+        raise CapabilityError(f"{type(self).__name__} has no KL divergence to a prior")
+
+    def wasserstein(self, other: WeightPosterior) -> Tensor:
+        """Squared 2-Wasserstein distance to another posterior over the same parameters."""
+        raise CapabilityError(f"{type(self).__name__} has no closed-form 2-Wasserstein distance")
+
+    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """log q(w) of dense weights (by slot name), summed over entries; leading dimensions kept."""
+        raise CapabilityError(f"{type(self).__name__} has no density over dense weights")
+
+    # ---- shared by implementations ----------------------------------------------------------------------
+
+    def set_prior(self, slot: Slot, spec: PriorSpec) -> None:
+        """Resolve the prior of one slot and keep it (buffers move with the module)."""
+        resolved = resolve_prior(spec, slot.parameter, fan_in(slot), centre(slot))
+        if isinstance(resolved, WeightPrior):
+            self.joint_prior = (resolved,)
+        else:
+            self.priors[key_of(slot.name)] = resolved
+
+    def prior_of(self, slot: Slot) -> ParameterPrior:
+        """The prior of one slot (where the prior is not a joint one)."""
+        prior: Any = self.priors[key_of(slot.name)]
+        return prior  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        """The parameters covered, for `print`."""
+        return ", ".join(f"{slot.name}{list(slot.shape)}" for slot in self.slots)
+
+
+def key_of(name: str) -> str:
+    """A parameter's name as a key of `nn.ModuleDict`, where a dot is not allowed."""
+    return name.replace(".", "/")
+
+
+def check_finite(slot: Slot) -> None:
+    """Refuse a parameter that already holds NaN or infinity.
+
+    Raises:
+        ValueError: naming the parameter.
+    """
+    value = slot.parameter
+    if not bool(torch.isfinite(value).all()):
+        bad = int((~torch.isfinite(value)).sum())
+        raise ValueError(
+            f"parameter {slot.name!r} holds {bad} NaN or infinite of {value.numel()} entries; "
+            "a posterior cannot start there: reload or re-initialise the module first"
+        )

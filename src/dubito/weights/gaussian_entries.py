@@ -1,0 +1,200 @@
+"""Independent Gaussian entries: drawing them, and their KL, as fast as memory allows.
+
+What mean-field weights and Gaussian factors share. A tensor of entries is given by its mean and by `spread` (log s, or
+rho with s = softplus(rho)). Drawing `w = m + s·eps` and the closed-form KL to a Gaussian prior are each bound by
+memory traffic, so one autograd function does both: it reads the parameters once and writes one gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import Normal
+
+from dubito.divergences import KLMethod, kl_divergence
+from dubito.priors import ParameterPrior
+
+LOG_SD_RANGE = (-69.0, 11.0)  # 1e-30 … 6e4: finite in float32 and bfloat16, squared too
+Parametrization = Literal["log", "softplus"]
+
+
+def sd_of(spread: Tensor, parametrization: Parametrization) -> Tensor:
+    """Standard deviations, differentiable."""
+    if parametrization == "softplus":
+        return F.softplus(spread)
+    return spread.clamp(*LOG_SD_RANGE).exp()
+
+
+def log_sd_of(spread: Tensor, parametrization: Parametrization) -> Tensor:
+    """Their logarithms (stable for large negative rho, where softplus(rho) ~ exp(rho))."""
+    if parametrization == "softplus":
+        return torch.where(spread < -20, spread, F.softplus(spread.clamp_min(-20)).log())
+    return spread.clamp(*LOG_SD_RANGE)
+
+
+def spread_of_sd(sd: Tensor, parametrization: Parametrization) -> Tensor:
+    """The spread parameter that gives `sd`; 0 becomes the smallest representable one."""
+    sd = sd.clamp_min(math.exp(LOG_SD_RANGE[0]))
+    if parametrization == "log":
+        return sd.log()
+    return torch.where(sd < 1e-6, sd.log(), torch.where(sd > 30, sd, sd.clamp_max(30).expm1().log()))
+
+
+def can_fuse(mean: Tensor, spread: Tensor, parametrization: Parametrization) -> bool:
+    """Whether the fused functions below may be used: plain leaves, under autograd."""
+    return (
+        parametrization == "log"
+        and torch.is_grad_enabled()
+        and spread.is_leaf
+        and mean.is_leaf
+        and spread.dtype == mean.dtype
+        and spread.dtype in (torch.float32, torch.float64)
+        and not torch.compiler.is_compiling()
+    )
+
+
+def draw_with_kl(mean: Tensor, spread: Tensor, prior: ParameterPrior) -> tuple[Tensor, Pending] | None:
+    """One draw and its pending KL, or None where the prior is not Gaussian or fusing is not possible."""
+    moments = prior.gaussian()
+    if moments is None or not can_fuse(mean, spread, "log"):
+        return None
+    weight, kl = _SampleAndKL.apply(mean, spread, *moments)
+    return weight, Pending(kl, mean, spread, mean._version, spread._version)
+
+
+def entries_kl(
+    mean: Tensor,
+    spread: Tensor,
+    parametrization: Parametrization,
+    prior: ParameterPrior,
+    *,
+    method: KLMethod = "auto",
+    samples: int = 1,
+    generator: torch.Generator | None = None,
+    pending: Pending | None = None,
+) -> Tensor:
+    """KL(q || prior) in nats, summed; computed in float32 at least."""
+    moments = prior.gaussian() if method in ("auto", "closed") else None
+    if moments is not None:
+        if pending is not None and pending.valid(mean, spread):
+            return pending.kl
+        if can_fuse(mean, spread, parametrization):
+            kl: Tensor = _GaussianKL.apply(mean, spread, *moments)
+            return kl
+    if mean.dtype in (torch.float16, torch.bfloat16):
+        mean, spread = mean.float(), spread.float()
+    sd = sd_of(spread, parametrization)
+    if moments is not None:
+        return _kl_value(mean, log_sd_of(spread, parametrization), sd, *moments)
+    q = Normal(mean, sd, validate_args=False)
+    return kl_divergence(q, prior.distribution(mean), method, samples, generator).sum()
+
+
+@dataclass
+class Pending:
+    """The KL that was made together with the last draw, until it is asked for or the parameters change."""
+
+    kl: Tensor
+    mean: Tensor
+    spread: Tensor
+    mean_version: int
+    spread_version: int
+
+    def valid(self, mean: Tensor, spread: Tensor) -> bool:
+        """Whether it is still the KL of these parameters."""
+        same = self.mean is mean and self.spread is spread
+        fresh = self.mean_version == mean._version and self.spread_version == spread._version
+        return same and fresh and torch.is_grad_enabled()
+
+
+Moment = Tensor | float  # a float where the prior is the same for all entries: exact, and no synchronisation
+
+
+def _kl_value(mean: Tensor, log_sd: Tensor, sd: Tensor, loc: Moment, scale: Moment) -> Tensor:
+    """sum log(scale/s) + (s² + (m - loc)²) / (2 scale²) - 1/2, in as few passes as the prior's shape allows."""
+    if isinstance(scale, Tensor) or isinstance(loc, Tensor):
+        wide = scale if isinstance(scale, Tensor) else torch.full_like(mean, scale)
+        terms = ((mean - loc).square() + sd.square()) / (2 * wide.square()) + torch.log(wide)
+        return terms.sum() - log_sd.sum() - 0.5 * mean.numel()
+    m, s = mean.reshape(-1), sd.reshape(-1)
+    squares = torch.dot(s, s) + torch.dot(m, m)
+    if loc != 0:
+        squares = squares - 2 * loc * m.sum() + m.numel() * loc**2
+    return squares / (2 * scale**2) - log_sd.sum() + m.numel() * (math.log(scale) - 0.5)
+
+
+class _SampleAndKL(torch.autograd.Function):
+    """`w = m + s·eps` and KL(N(m, s²) || N(loc, scale²)) from (m, log s): one pass forward, one back.
+
+    What backward needs is kept on the context, not in `save_for_backward`, since the two outputs may be
+    differentiated in two calls of `backward`; a change of the parameters in between is noticed by version. Where
+    log s was clamped its gradient passes as if it were not, so that the posterior finds its way back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, spread: Tensor, loc: Moment, scale: Moment) -> tuple[Tensor, Tensor]:
+        log_sd = spread.clamp(*LOG_SD_RANGE)
+        sd = log_sd.exp()
+        eps = torch.randn_like(sd)
+        weight = torch.addcmul(mean, sd, eps)
+        ctx.set_materialize_grads(False)
+        ctx.inputs = (mean, spread, mean._version, spread._version)
+        ctx.kept = (sd, eps, loc, scale)
+        return weight, _kl_value(mean, log_sd, sd, loc, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad_weight: Tensor | None, grad_kl: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        mean, _ = _unchanged(ctx)
+        sd, eps, loc, scale = ctx.kept
+        if grad_weight is None:
+            return (None,) * 4 if grad_kl is None else _kl_gradients(mean, sd, loc, scale, grad_kl)
+        grad_spread = grad_weight * eps
+        if grad_kl is None:
+            return grad_weight, grad_spread.mul_(sd), None, None
+        per_variance = grad_kl / scale**2
+        grad_mean = torch.addcmul(grad_weight, mean, per_variance)
+        if isinstance(loc, Tensor) or loc != 0:
+            grad_mean.sub_(loc * per_variance)
+        grad_spread.addcmul_(sd, per_variance).mul_(sd).sub_(grad_kl)
+        return grad_mean, grad_spread, None, None
+
+
+class _GaussianKL(torch.autograd.Function):
+    """KL(N(m, s²) || N(loc, scale²)) from (m, log s), without a draw."""
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, spread: Tensor, loc: Moment, scale: Moment) -> Tensor:
+        log_sd = spread.clamp(*LOG_SD_RANGE)
+        sd = log_sd.exp()
+        ctx.inputs = (mean, spread, mean._version, spread._version)
+        ctx.kept = (sd, loc, scale)
+        return _kl_value(mean, log_sd, sd, loc, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        mean, _ = _unchanged(ctx)
+        sd, loc, scale = ctx.kept
+        return _kl_gradients(mean, sd, loc, scale, grad)
+
+
+def _kl_gradients(
+    mean: Tensor, sd: Tensor, loc: Moment, scale: Moment, grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    per_variance = grad / scale**2
+    shifted = mean - loc if isinstance(loc, Tensor) or loc != 0 else mean
+    return shifted * per_variance, sd.square().mul_(per_variance).sub_(grad), None, None
+
+
+def _unchanged(ctx: Any) -> tuple[Tensor, Tensor]:
+    mean, spread, mean_version, spread_version = ctx.inputs
+    if mean._version != mean_version or spread._version != spread_version:
+        raise RuntimeError(
+            "the posterior's parameters were changed in place between the forward pass and backward "
+            "(an optimiser step, or a copy): run backward first, or draw again"
+        )
+    return mean, spread
