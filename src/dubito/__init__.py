@@ -1,6 +1,7 @@
 """dubito: Bayesian deep learning in PyTorch. Any module, called with random weights."""
 
-from dubito.bayesian import BayesianModule, bayesianize
+from dubito.bayesian import BayesianModule
+from dubito.conversion import bayesianize
 from dubito.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from dubito.monte_carlo import Draws
 from dubito.objectives import Elbo, negative_elbo

@@ -1,7 +1,7 @@
 """A module and its random weights.
 
-`bayesianize` takes any `nn.Module` and gives a `BayesianModule`. The network is never changed or subclassed: for the
-length of a call its parameters are replaced by a draw, and put back whatever happens.
+The network is never changed or subclassed: for the length of a call its parameters are replaced by a draw, and put
+back whatever happens. `dubito.conversion.bayesianize` makes a `BayesianModule` from any `nn.Module`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,22 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from dubito.divergences import KLMethod
-from dubito.likelihoods import Likelihood, likelihood_from_config
-from dubito.patterns import Families, assign
+from dubito.likelihoods import Likelihood
+from dubito.monte_carlo import Draws, as_arguments, check_samples, predict, run_draws
 from dubito.predictive import Predictive
-from dubito.priors import PriorSpec, WeightPrior
+from dubito.priors import WeightPrior
 from dubito.swap import Swap, watch_checkpointing
 from dubito.weights.drawn import DrawnWeight
-from dubito.weights.family import (
-    CapabilityError,
-    DubitoWarning,
-    Family,
-    Group,
-    WeightPosterior,
-    check_finite,
-    key_of,
-)
-from dubito.weights.slots import Slot, find_slots, recurrent_owners, refresh_recurrent
+from dubito.weights.family import CapabilityError, Family, WeightPosterior, key_of
+from dubito.weights.slots import recurrent_owners, refresh_recurrent
 
 Selector = Callable[[Any], Tensor]
 Values = dict[str, Tensor]
@@ -158,7 +149,8 @@ class BayesianModule(nn.Module):
             except CapabilityError as error:
                 raise CapabilityError(
                     f"eval() runs at the posterior mean, and {posterior.slots[0].name!r} has no closed-form one "
-                    f"({error}); use bayes.sample() for one draw as a function, or bayes.predict(x) for the average over draws"
+                    f"({error}); use bayes.sample() for one draw as a function, or bayes.predict(x) for the "
+                    "average over draws"
                 ) from error
         return values
 
@@ -407,91 +399,6 @@ class BayesianModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def bayesianize(
-    module: nn.Module,
-    families: Families,
-    likelihood: Likelihood | None = None,
-    prior: PriorSpec = None,
-    output: Selector | None = None,
-) -> BayesianModule:
-    """Give a network random weights.
-
-    Args:
-        module: any `nn.Module`. It stays the same object, with the same code and the same leaf types; its weights
-            become the posterior means (a factored family takes the dense weight out, `merge()` gives one back).
-        families: one family for all parameters, or a mapping from patterns to families: names, globs over
-            `named_parameters()` names, module names, module classes, and `"rest"` for whatever nothing else names.
-            Without `"rest"`, parameters that no pattern names stay ordinary parameters.
-        likelihood: how outputs become a distribution over targets: `Categorical()`, `Bernoulli()`, `Gaussian()`,
-            `HeteroscedasticGaussian()`. There is no silent default; a Hugging Face config that states its
-            `problem_type` is used.
-        prior: for families that were given none: a `torch.distributions` object, a prior rule, a `WeightPrior`,
-            `"fan_in"` (the default, `Normal(0, fan_in ** -0.5)`) or `"pretrained"`.
-        output: picks the tensor out of what the network returns, where that is no tensor and has no `.logits`.
-
-    Returns:
-        The Bayesian module, in `train()` mode as any new module.
-
-    Raises:
-        TypeError, ValueError: for input that does not fit; the module is then unchanged.
-    """
-    if isinstance(module, BayesianModule):
-        raise TypeError(
-            "module is already a BayesianModule; bayesianize its .module, or bayes.merge() for a plain copy"
-        )
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be an nn.Module, not {type(module).__name__}")
-    if likelihood is not None and not isinstance(likelihood, Likelihood):
-        hint = f"; write {likelihood.__name__}()" if isinstance(likelihood, type) else ""
-        raise TypeError(
-            f"likelihood must be a Likelihood such as dubito.Categorical(), not {likelihood!r}{hint}"
-        )
-    slots = find_slots(module)
-    chosen: dict[str, Family] = {}
-    posteriors: list[WeightPosterior] = []
-    for family, matched in assign(module, slots, families):
-        fitting = sum(family.substitute(slot) is None for slot in matched)
-        for used, group_slots in _groups(family, matched):
-            for slot in group_slots:
-                check_finite(slot)
-                chosen[slot.name] = used
-            own = used.own_prior
-            group = Group(tuple(group_slots), own if own is not None else prior, fitting == 1)
-            posterior = used.attach(group)
-            if posterior is not None:
-                posteriors.append(posterior)
-    if likelihood is None:
-        likelihood = likelihood_from_config(getattr(module, "config", None))
-    bayes = BayesianModule(module, posteriors, chosen, likelihood, output)
-    for posterior in posteriors:
-        if posterior.takes_over:
-            for slot in posterior.slots:
-                slot.put(None)
-    notes = [note for posterior in posteriors for note in posterior.notes]
-    if notes:
-        warnings.warn("; ".join(notes), DubitoWarning, stacklevel=2)
-    return bayes
-
-
-def _groups(family: Family, matched: Sequence[Slot]) -> list[tuple[Family, list[Slot]]]:
-    """Split a pattern's parameters by the family that takes them, and by its granularity."""
-    by_family: dict[Family, list[Slot]] = {}
-    for slot in matched:
-        by_family.setdefault(family.substitute(slot) or family, []).append(slot)
-    result: list[tuple[Family, list[Slot]]] = []
-    for used, slots in by_family.items():
-        if used.granularity == "all":
-            result.append((used, slots))
-        elif used.granularity == "module":
-            owners: dict[int, list[Slot]] = {}
-            for slot in slots:
-                owners.setdefault(id(slot.owner), []).append(slot)
-            result.extend((used, members) for members in owners.values())
-        else:
-            result.extend((used, [slot]) for slot in slots)
-    return result
-
-
 def joint_kl(
     prior: WeightPrior,
     members: Sequence[WeightPosterior],
@@ -516,6 +423,3 @@ def joint_kl(
         total = value if total is None else total + value
     assert total is not None
     return total / samples
-
-
-from dubito.monte_carlo import Draws, as_arguments, check_samples, predict, run_draws  # noqa: E402

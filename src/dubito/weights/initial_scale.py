@@ -49,7 +49,7 @@ def _fan_in_of_matrix(owner: nn.Module, shape: tuple[int, ...]) -> float:
     if isinstance(owner, nn.Embedding | nn.EmbeddingBag) or shape[0] == 1:
         return float(shape[-1])
     if isinstance(owner, _TRANSPOSED):
-        return float(shape[0] / int(owner.groups) * math.prod(shape[2:]))
+        return float(shape[0] * math.prod(shape[2:])) / int(owner.groups)
     if type(owner).__name__ == "Conv1D" and len(shape) == 2:  # transformers' linear layer, stored (in, out)
         return float(shape[0])
     return float(math.prod(shape[1:]))

@@ -1,0 +1,106 @@
+"""`bayesianize`: from a module and patterns to a `BayesianModule`.
+
+Everything is checked and every posterior made before the first parameter is moved, so that bad input leaves the
+module as it was.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+
+from dubito.bayesian import BayesianModule, Selector
+from dubito.likelihoods import Likelihood, likelihood_from_config
+from dubito.patterns import Families, assign
+from dubito.priors import PriorSpec
+from dubito.weights.family import DubitoWarning, Family, Group, WeightPosterior, check_finite
+from dubito.weights.slots import Slot, find_slots
+
+
+def bayesianize(
+    module: nn.Module,
+    families: Families,
+    likelihood: Likelihood | None = None,
+    prior: PriorSpec = None,
+    output: Selector | None = None,
+) -> BayesianModule:
+    """Give a network random weights.
+
+    Args:
+        module: any `nn.Module`. It stays the same object, with the same code and the same leaf types; its weights
+            become the posterior means (a factored family takes the dense weight out, `merge()` gives one back).
+        families: one family for all parameters, or a mapping from patterns to families: names, globs over
+            `named_parameters()` names, module names, module classes, and `"rest"` for whatever nothing else names.
+            Without `"rest"`, parameters that no pattern names stay ordinary parameters.
+        likelihood: how outputs become a distribution over targets: `Categorical()`, `Bernoulli()`, `Gaussian()`,
+            `HeteroscedasticGaussian()`. There is no silent default; a Hugging Face config that states its
+            `problem_type` is used.
+        prior: for families that were given none: a `torch.distributions` object, a prior rule, a `WeightPrior`,
+            `"fan_in"` (the default, `Normal(0, fan_in ** -0.5)`) or `"pretrained"`.
+        output: picks the tensor out of what the network returns, where that is no tensor and has no `.logits`.
+
+    Returns:
+        The Bayesian module, in `train()` mode as any new module.
+
+    Raises:
+        TypeError, ValueError: for input that does not fit; the module is then unchanged.
+    """
+    _check_arguments(module, likelihood)
+    chosen: dict[str, Family] = {}
+    posteriors: list[WeightPosterior] = []
+    for family, matched in assign(module, find_slots(module), families):
+        fitting = sum(family.substitute(slot) is None for slot in matched)
+        for used, slots in _groups(family, matched):
+            for slot in slots:
+                check_finite(slot)
+                chosen[slot.name] = used
+            in_force = used.own_prior if used.own_prior is not None else prior
+            posterior = used.attach(Group(tuple(slots), in_force, fitting == 1))
+            if posterior is not None:
+                posteriors.append(posterior)
+    if likelihood is None:
+        likelihood = likelihood_from_config(getattr(module, "config", None))
+    bayes = BayesianModule(module, posteriors, chosen, likelihood, output)
+    for posterior in posteriors:
+        if posterior.takes_over:
+            for slot in posterior.slots:
+                slot.put(None)
+    notes = [note for posterior in posteriors for note in posterior.notes]
+    if notes:
+        warnings.warn("; ".join(notes), DubitoWarning, stacklevel=2)
+    return bayes
+
+
+def _check_arguments(module: object, likelihood: object) -> None:
+    if isinstance(module, BayesianModule):
+        raise TypeError(
+            "module is already a BayesianModule; bayesianize its .module, or bayes.merge() for a plain copy"
+        )
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be an nn.Module, not {type(module).__name__}")
+    if likelihood is not None and not isinstance(likelihood, Likelihood):
+        hint = f"; write {likelihood.__name__}()" if isinstance(likelihood, type) else ""
+        raise TypeError(
+            f"likelihood must be a Likelihood such as dubito.Categorical(), not {likelihood!r}{hint}"
+        )
+
+
+def _groups(family: Family, matched: Sequence[Slot]) -> list[tuple[Family, list[Slot]]]:
+    """Split a pattern's parameters by the family that takes them, and by its granularity."""
+    by_family: dict[Family, list[Slot]] = {}
+    for slot in matched:
+        by_family.setdefault(family.substitute(slot) or family, []).append(slot)
+    result: list[tuple[Family, list[Slot]]] = []
+    for used, slots in by_family.items():
+        if used.granularity == "all":
+            result.append((used, slots))
+        elif used.granularity == "module":
+            owners: dict[int, list[Slot]] = {}
+            for slot in slots:
+                owners.setdefault(id(slot.owner), []).append(slot)
+            result.extend((used, members) for members in owners.values())
+        else:
+            result.extend((used, [slot]) for slot in slots)
+    return result
