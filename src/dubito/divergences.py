@@ -137,7 +137,7 @@ class _SummedGaussianKL(torch.autograd.Function):
         spread = work.neg_().add_(excess).sum()
         away = mean - prior_mean
         away = away / prior_sd if isinstance(prior_sd, Tensor) else away.div_(prior_sd)
-        distance = away.square_().sum()
+        distance = away.mul_(away).sum()
         return 0.5 * (spread + distance), excess
 
     @staticmethod
