@@ -306,6 +306,13 @@ class Predictive(ABC):
         """Central interval of a regression: lower and upper quantile enclosing `level` of the probability."""
         self._lacks("interval")
 
+    def components(self) -> tuple[Tensor, Tensor]:
+        """Means and variances of the Gaussians a regression mixes with equal weight, each (S, batch, …).
+
+        S is 1 where the draws were not kept, and leads the variances as 1 where all draws share the noise.
+        """
+        self._lacks("components")
+
     def affine(self, shift: Tensor | float, scale: Tensor | float) -> Predictive:
         """Predictive of `shift + scale · y`: undoes the standardisation of a regression target.
 

@@ -109,6 +109,9 @@ class _Regression(Predictive):
     def _kept(self) -> bool:
         return self._means is not None
 
+    def components(self) -> tuple[Tensor, Tensor]:
+        return self._components()
+
     def _components(self) -> tuple[Tensor, Tensor]:
         """Means and variances of the mixture, (S, batch, …); S = 1 where the draws were not kept."""
         if self._means is None:
