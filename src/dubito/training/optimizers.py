@@ -1,0 +1,142 @@
+"""The default optimizer, and combinations of objective, family and optimizer that are known to go wrong."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import LBFGS, SGD, Adam, Optimizer
+
+from dubito.bayesian import BayesianModule
+from dubito.diagnostics import family_name
+from dubito.optim.parameter_groups import parameter_groups
+from dubito.training.config import FitConfig
+from dubito.weights.family import DubitoWarning
+
+OptimizerFactory = Callable[[Any], Optimizer]
+
+
+def make_optimizer(
+    model: nn.Module,
+    extra: Iterable[nn.Parameter],
+    config: FitConfig,
+    optimizer: Optimizer | OptimizerFactory | None,
+) -> Optimizer:
+    """The user's optimizer, or the default: Adam for the ELBO and plain modules, SGD (momentum 0.9) else.
+
+    Args:
+        model: the module in training.
+        extra: trainable parameters outside the model (a likelihood's learned noise).
+        config: objective, learning rate and weight decay.
+        optimizer: an optimizer, a function from parameter groups to one, or None.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it needs a closure, or holds none of the model's trainable parameters.
+    """
+    own, extra = [p for p in model.parameters() if p.requires_grad], list(extra)
+    if not own and not extra:
+        raise ValueError("the model has no trainable parameters: every requires_grad is False")
+    if isinstance(optimizer, LBFGS):
+        raise ValueError("optimizer: LBFGS needs a closure, which fit does not give; write the loop yourself")
+    if isinstance(optimizer, Optimizer):
+        _check_coverage(model, extra, optimizer)
+        return optimizer
+    if optimizer is not None and not callable(optimizer):
+        raise TypeError(
+            f"optimizer must be a torch optimizer or a function from parameter groups to one, got "
+            f"{type(optimizer).__name__}"
+        )
+    by_steps = config.objective == "expected_loss" and isinstance(model, BayesianModule)
+    lr = config.lr if config.lr is not None else (1e-2 if by_steps else 1e-3)
+    groups = _groups(model, extra, lr, config.weight_decay)
+    if optimizer is not None:
+        made = optimizer(groups)
+        if not isinstance(made, Optimizer):
+            raise TypeError(f"optimizer(groups) must return a torch optimizer, got {type(made).__name__}")
+        return made
+    return SGD(groups, lr=lr, momentum=0.9) if by_steps else Adam(groups, lr=lr)
+
+
+def warn_of_lost_implicit_bias(model: nn.Module, optimizer: Optimizer) -> None:
+    """Say what breaks the implicit bias when only the expected loss is minimised, all in one warning.
+
+    Without a KL nothing but the path of (stochastic) gradient descent holds the spread up: it ends at the
+    minimiser nearest to the initialisation in 2-Wasserstein distance. A diagonal covariance has no such
+    minimiser away from a point, adaptive steps change the distance, and decay moves its centre.
+    """
+    if not isinstance(model, BayesianModule):
+        return
+    posteriors = list(model.posteriors())
+    reasons = []
+    diagonal = [slot.name for p in posteriors if p.diagonal for slot in p.slots]
+    if diagonal:
+        kinds = ", ".join(sorted({family_name(type(p)) for p in posteriors if p.diagonal}))
+        reasons.append(
+            f"{kinds} on {_some(diagonal)} has a diagonal covariance, whose variance the expected loss "
+            "drives to "
+            "zero: it collapses to a point (use LowRankCovariance, or objective='elbo')"
+        )
+    if posteriors and not isinstance(optimizer, SGD):
+        reasons.append(
+            f"{type(optimizer).__name__} rescales each coordinate, so training no longer ends nearest to "
+            "the prior: "
+            "the implicit bias is lost (use SGD)"
+        )
+    random = {id(p) for posterior in posteriors for p in posterior.parameters()}
+    random |= {id(s.parameter) for p in posteriors if not p.takes_over for s in p.slots}
+    names = {id(p): name for name, p in model.named_parameters()}
+    decayed = [
+        names.get(id(p), "?")
+        for group in optimizer.param_groups
+        if group.get("weight_decay", 0) > 0
+        for p in group["params"]
+        if id(p) in random
+    ]
+    if decayed:
+        reasons.append(
+            f"weight decay on the variational parameters {_some(decayed)} pulls them to zero instead of "
+            "leaving them "
+            "at the prior: the implicit bias is lost (weight_decay=0 for them)"
+        )
+    if reasons:
+        warnings.warn("objective='expected_loss': " + "; ".join(reasons), DubitoWarning, stacklevel=3)
+
+
+def _groups(
+    model: nn.Module, extra: list[nn.Parameter], lr: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]]
+    if isinstance(model, BayesianModule):
+        groups = list(parameter_groups(model, lr=lr, weight_decay=weight_decay))
+    else:
+        own = [p for p in model.parameters() if p.requires_grad]
+        groups = [{"params": own, "lr": lr, "weight_decay": weight_decay}]
+    if extra:
+        groups.append({"params": extra, "lr": lr, "weight_decay": 0.0})
+    return groups
+
+
+def _check_coverage(model: nn.Module, extra: list[nn.Parameter], optimizer: Optimizer) -> None:
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    wanted = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    wanted.update({id(p): f"likelihood parameter {i}" for i, p in enumerate(extra)})
+    missing = [name for key, name in wanted.items() if key not in held]
+    if len(missing) == len(wanted):
+        raise ValueError(
+            "optimizer holds none of the model's trainable parameters: make it after bayesianize, from "
+            "dubito.parameter_groups(bayes, lr=…)"
+        )
+    if missing:
+        warnings.warn(
+            f"optimizer does not hold {_some(missing)}, so they stay as they are; pass "
+            "dubito.parameter_groups(bayes, lr=…), or set requires_grad=False to say that this is meant",
+            DubitoWarning,
+            stacklevel=4,
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
