@@ -40,7 +40,7 @@ class _ScaleMixtureBound(torch.autograd.Function):
     def forward(
         mean: Tensor, log_sd: Tensor, sd: Tensor, pi: float, s1: float, s2: float, loc: float
     ) -> tuple[Tensor, Tensor]:
-        half_square = (mean - loc if loc else mean).square().addcmul_(sd, sd).mul_(0.5)
+        half_square = torch.addcmul((mean - loc if loc else mean).square(), sd, sd) * 0.5
         first = math.log(pi) - math.log(s1)
         second = math.log1p(-pi) - math.log(s2)
         logit = half_square * (s1**-2 - s2**-2) + (second - first)  # u_2 - u_1
