@@ -14,7 +14,7 @@ from torch import nn
 from dubito.bayesian import BayesianModule, Selector
 from dubito.likelihoods import Likelihood, likelihood_from_config
 from dubito.patterns import Families, assign
-from dubito.priors import PriorSpec
+from dubito.priors import PriorRule, PriorSpec
 from dubito.weights.family import DubitoWarning, Family, Group, WeightPosterior, check_finite
 from dubito.weights.slots import Slot, find_slots
 
@@ -49,6 +49,7 @@ def bayesianize(
     """
     _check_arguments(module, likelihood)
     chosen: dict[str, Family] = {}
+    begun: dict[int, PriorSpec] = {}
     posteriors: list[WeightPosterior] = []
     for family, matched in assign(module, find_slots(module), families):
         fitting = sum(family.substitute(slot) is None for slot in matched)
@@ -57,6 +58,8 @@ def bayesianize(
                 check_finite(slot)
                 chosen[slot.name] = used
             in_force = used.own_prior if used.own_prior is not None else prior
+            if isinstance(in_force, PriorRule):
+                in_force = begun.setdefault(id(in_force), in_force.begin())
             posterior = used.attach(Group(tuple(slots), in_force, fitting == 1))
             if posterior is not None:
                 posteriors.append(posterior)

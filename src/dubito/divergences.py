@@ -25,7 +25,7 @@ __all__ = [
     "wasserstein2_gaussian_factors",
 ]
 
-KLMethod = Literal["auto", "closed", "bound", "monte_carlo"]
+KLMethod = Literal["auto", "closed", "bound", "monte_carlo", "stick_the_landing"]
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 _ELEMENTS_AT_ONCE = 1 << 22  # of Monte Carlo draws held together
@@ -46,8 +46,9 @@ def kl_divergence(
         method: "closed" where a closed form is known; "bound", for a mixture p = sum_a pi_a g_a, is the upper
             bound -logsumexp_a(log pi_a - KL(q || g_a)), deterministic and differentiable, tight to 0.1 nats
             but where q is as narrow as the spike of the mixture; "monte_carlo" the mean of
-            log q(w) - log p(w) over reparametrised draws; "auto" the first of closed, bound (mixtures) and
-            Monte Carlo that applies.
+            log q(w) - log p(w) over reparametrised draws; "stick_the_landing" the same number with q's
+            parameters held fixed inside log q (Roeder et al. 2017), whose gradient is unbiased too and has no
+            variance where q = p; "auto" the first of closed, bound (mixtures) and Monte Carlo that applies.
         samples: number of Monte Carlo draws.
         generator: source of the Monte Carlo draws; None is the global one.
 
@@ -65,8 +66,8 @@ def kl_divergence(
             f"q and p must have the same event shape, got {tuple(q.event_shape)} and {tuple(p.event_shape)}."
         )
     q, p = _at_least_float32(q), _at_least_float32(p)
-    if method == "monte_carlo":
-        return _monte_carlo(q, p, samples, generator)
+    if method in ("monte_carlo", "stick_the_landing"):
+        return _monte_carlo(q, p, samples, generator, held=method == "stick_the_landing")
     if method == "bound":
         return _mixture_bound(q, p)
     closed = _closed(q, p)
@@ -275,7 +276,9 @@ def _component_kl(q: Distribution, p: MixtureSameFamily) -> Tensor | None:
     return _closed(kind(loc, scale, validate_args=False), p.component_distribution)
 
 
-def _monte_carlo(q: Distribution, p: Distribution, samples: int, generator: torch.Generator | None) -> Tensor:
+def _monte_carlo(
+    q: Distribution, p: Distribution, samples: int, generator: torch.Generator | None, held: bool = False
+) -> Tensor:
     wanted = count("samples", samples, "the number of Monte Carlo draws")
     if not q.has_rsample:
         raise NotImplementedError(
@@ -286,23 +289,35 @@ def _monte_carlo(q: Distribution, p: Distribution, samples: int, generator: torc
     chunk = max(1, min(wanted, _ELEMENTS_AT_ONCE // max(1, elements)))
     total: Tensor | None = None
     for start in range(0, wanted, chunk):
-        draws, log_q = _draw(q, min(chunk, wanted - start), generator)
+        draws, log_q = _draw(q, min(chunk, wanted - start), generator, held)
         part = (log_q - p.log_prob(draws)).sum(dim=0)
         total = part if total is None else total + part
     assert total is not None
     return total / wanted
 
 
-def _draw(q: Distribution, size: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Reparametrised draws (size, …) and their log density, from the noise where that is more exact."""
+def _draw(
+    q: Distribution, size: int, generator: torch.Generator | None, held: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Reparametrised draws (size, …) and their log density, from the noise where that is more exact.
+
+    With `held` the parameters inside the density are constants, and only the draws carry gradient.
+    """
     shape = (size, *q.batch_shape)
     if type(q) is Normal:
         noise = torch.randn(shape, generator=generator, dtype=q.loc.dtype, device=q.loc.device)
-        return q.loc + q.scale * noise, -0.5 * noise.square() - q.scale.log() - _HALF_LOG_TWO_PI
+        z, scale = _standardised(noise, q.loc, q.scale, held)
+        return q.loc + q.scale * noise, -0.5 * z.square() - scale.log() - _HALF_LOG_TWO_PI
     if type(q) is Laplace:
         uniform = torch.rand((2, *shape), generator=generator, dtype=q.loc.dtype, device=q.loc.device)
         noise = torch.log1p(-uniform[0]) - torch.log1p(-uniform[1])  # difference of two exponentials
-        return q.loc + q.scale * noise, -noise.abs() - (2.0 * q.scale).log()
+        z, scale = _standardised(noise, q.loc, q.scale, held)
+        return q.loc + q.scale * noise, -z.abs() - (2.0 * scale).log()
+    if held:
+        raise NotImplementedError(
+            f"method='stick_the_landing' is for Normal and Laplace posteriors, q is {type(q).__name__}: use "
+            "method='monte_carlo'."
+        )
     if generator is None:
         draws = q.rsample(torch.Size((size,)))
     else:  # rsample knows only the global generator: seed a fork of it from the one given
@@ -311,6 +326,14 @@ def _draw(q: Distribution, size: int, generator: torch.Generator | None) -> tupl
             torch.manual_seed(seed)
             draws = q.rsample(torch.Size((size,)))
     return draws, q.log_prob(draws)
+
+
+def _standardised(noise: Tensor, loc: Tensor, scale: Tensor, held: bool) -> tuple[Tensor, Tensor]:
+    """(draw - loc)/scale, which is the noise, and scale; `held`, with the draw's gradient alone."""
+    if not held:
+        return noise, scale
+    at, width = loc.detach(), scale.detach()
+    return noise + ((loc - at) + (scale - width) * noise) / width, width
 
 
 def _at_least_float32(distribution: Distribution) -> Distribution:

@@ -33,8 +33,18 @@ __all__ = [
 class PriorRule(ABC):
     """A rule that makes a prior from the parameter it is for (its value, its fan-in, its natural centre)."""
 
+    def begin(self) -> PriorRule:
+        """The rule as one network is to use it: a fresh copy, if priors made by it share anything."""
+        return self
+
+    def at(self, owner: nn.Module) -> PriorRule:
+        """The rule for the parameters of one module, if it matters whose they are."""
+        return self
+
     @abstractmethod
-    def for_parameter(self, value: Tensor, fan_in: float, centre: float = 0.0) -> Distribution:
+    def for_parameter(
+        self, value: Tensor, fan_in: float, centre: float = 0.0
+    ) -> Distribution | ParameterPrior:
         """The prior of one parameter.
 
         Args:
@@ -160,6 +170,12 @@ class ParameterPrior(nn.Module):
             return None
         mean, sd = (self._scalars[n] if n in self._scalars else getattr(self, n) for n in ("loc", "scale"))
         return mean, sd
+
+    def scale_mixture(self) -> tuple[float, float, float, float] | None:
+        """(pi, s1, s2, loc) where the prior is a `ScaleMixture` of scalars, else None."""
+        if self.kind is not ScaleMixture or self._given is not None or self._tensor_names:
+            return None
+        return self._scalars["pi"], self._scalars["s1"], self._scalars["s2"], self._scalars["loc"]
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Elementwise log density in nats; leading dimensions of draws are allowed."""
@@ -323,7 +339,7 @@ def _check_parameter(kind: str, name: str, tensor: Tensor, constraint: Any) -> N
     if tensor.requires_grad:
         raise ValueError(
             f"prior {kind}: {name} requires gradient, which a fixed prior would drop. Detach it, or learn "
-            "the prior as a WeightPrior."
+            "the prior's scale by EmpiricalBayes (anything else by a WeightPrior)."
         )
     if not bool(tensor.isfinite().all()):
         raise ValueError(f"prior {kind}: {name} contains NaN or infinity ({brief(tensor)}).")

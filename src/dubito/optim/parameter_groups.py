@@ -31,7 +31,7 @@ def parameter_groups(bayes: BayesianModule, lr: float, weight_decay: float = 0.0
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay={weight_decay!r} must be at least 0")
     undecayed = {id(p) for posterior in bayes.posteriors() for p in posterior.spread_parameters()}
-    for part in (bayes.likelihood, bayes.joint_priors):
+    for part in (bayes.likelihood, bayes.joint_priors, *(p.priors for p in bayes.posteriors())):
         undecayed |= {id(p) for p in part.parameters()} if part is not None else set()
     trainable = [p for p in bayes.parameters() if p.requires_grad]
     if not trainable:

@@ -18,6 +18,7 @@ from torch.distributions import Normal
 
 from dubito.divergences import KLMethod, kl_divergence
 from dubito.priors import ParameterPrior
+from dubito.weights.scale_mixture_bound import scale_mixture_bound
 
 LOG_SD_RANGE = (-69.0, 11.0)  # 1e-30 … 6e4: finite in float32 and bfloat16, squared too
 Parametrization = Literal["log", "softplus"]
@@ -64,7 +65,7 @@ def draw_with_kl(mean: Tensor, spread: Tensor, prior: ParameterPrior) -> tuple[T
     if moments is None or not can_fuse(mean, spread, "log"):
         return None
     weight, kl = _SampleAndKL.apply(mean, spread, *moments)
-    return weight, Pending(kl, mean, spread, mean._version, spread._version)
+    return weight, Pending.of(kl, mean, spread, *prior.parameters())
 
 
 def entries_kl(
@@ -81,7 +82,7 @@ def entries_kl(
     """KL(q || prior) in nats, summed; computed in float32 at least."""
     moments = prior.gaussian() if method in ("auto", "closed") else None
     if moments is not None:
-        if pending is not None and pending.valid(mean, spread):
+        if pending is not None and pending.valid(mean, spread, *prior.parameters()):
             return pending.kl
         if can_fuse(mean, spread, parametrization):
             kl: Tensor = _GaussianKL.apply(mean, spread, *moments)
@@ -91,25 +92,38 @@ def entries_kl(
     sd = sd_of(spread, parametrization)
     if moments is not None:
         return _kl_value(mean, log_sd_of(spread, parametrization), sd, *moments)
+    mixture = prior.scale_mixture() if method in ("auto", "bound") else None
+    if mixture is not None:
+        return scale_mixture_bound(mean, log_sd_of(spread, parametrization), sd, *mixture)
     q = Normal(mean, sd, validate_args=False)
     return kl_divergence(q, prior.distribution(mean), method, samples, generator).sum()
 
 
 @dataclass
 class Pending:
-    """The KL that was made together with the last draw, until it is asked for or the parameters change."""
+    """The KL that was made together with the last draw, until it is asked for or what it depends on changes.
+
+    Attributes:
+        kl: the KL.
+        tensors: the mean, the spread, and the parameters of a learned prior.
+        versions: theirs when it was made.
+    """
 
     kl: Tensor
-    mean: Tensor
-    spread: Tensor
-    mean_version: int
-    spread_version: int
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
 
-    def valid(self, mean: Tensor, spread: Tensor) -> bool:
+    @classmethod
+    def of(cls, kl: Tensor, *tensors: Tensor) -> Pending:
+        """Keep `kl` as that of the present values of `tensors`."""
+        return cls(kl, tensors, tuple(t._version for t in tensors))
+
+    def valid(self, *tensors: Tensor) -> bool:
         """Whether it is still the KL of these parameters."""
-        same = self.mean is mean and self.spread is spread
-        fresh = self.mean_version == mean._version and self.spread_version == spread._version
-        return same and fresh and torch.is_grad_enabled()
+        same = len(tensors) == len(self.tensors) and all(
+            a is b for a, b in zip(tensors, self.tensors, strict=True)
+        )
+        return same and self.versions == tuple(t._version for t in tensors) and torch.is_grad_enabled()
 
 
 Moment = Tensor | float  # a float where the prior is the same for all entries: exact, and no synchronisation
@@ -117,7 +131,7 @@ Moment = Tensor | float  # a float where the prior is the same for all entries: 
 
 def _kl_value(mean: Tensor, log_sd: Tensor, sd: Tensor, loc: Moment, scale: Moment) -> Tensor:
     """sum log(scale/s) + (s² + (m - loc)²) / (2 scale²) - 1/2, in as few passes as the prior's shape allows."""
-    if isinstance(scale, Tensor) or isinstance(loc, Tensor):
+    if _varies(scale) or isinstance(loc, Tensor):
         wide = scale if isinstance(scale, Tensor) else torch.full_like(mean, scale)
         terms = ((mean - loc).square() + sd.square()) / (2 * wide.square()) + torch.log(wide)
         return terms.sum() - log_sd.sum() - 0.5 * mean.numel()
@@ -125,7 +139,13 @@ def _kl_value(mean: Tensor, log_sd: Tensor, sd: Tensor, loc: Moment, scale: Mome
     squares = torch.dot(s, s) + torch.dot(m, m)
     if loc != 0:
         squares = squares - 2 * loc * m.sum() + m.numel() * loc**2
-    return squares / (2 * scale**2) - log_sd.sum() + m.numel() * (math.log(scale) - 0.5)
+    log_scale = scale.log() if isinstance(scale, Tensor) else math.log(scale)
+    return squares / (2 * scale**2) - log_sd.sum() + m.numel() * (log_scale - 0.5)
+
+
+def _varies(moment: Moment) -> bool:
+    """Whether it differs from entry to entry; a learned scale is a tensor of one number."""
+    return isinstance(moment, Tensor) and moment.numel() > 1
 
 
 class _SampleAndKL(torch.autograd.Function):
@@ -152,7 +172,7 @@ class _SampleAndKL(torch.autograd.Function):
         mean, _ = _unchanged(ctx)
         sd, eps, loc, scale = ctx.kept
         if grad_weight is None:
-            return (None,) * 4 if grad_kl is None else _kl_gradients(mean, sd, loc, scale, grad_kl)
+            return (None,) * 4 if grad_kl is None else _kl_gradients(ctx, mean, sd, loc, scale, grad_kl)
         grad_spread = grad_weight * eps
         if grad_kl is None:
             return grad_weight, grad_spread.mul_(sd), None, None
@@ -161,7 +181,7 @@ class _SampleAndKL(torch.autograd.Function):
         if isinstance(loc, Tensor) or loc != 0:
             grad_mean.sub_(loc * per_variance)
         grad_spread.addcmul_(sd, per_variance).mul_(sd).sub_(grad_kl)
-        return grad_mean, grad_spread, None, None
+        return grad_mean, grad_spread, None, _scale_gradient(ctx, mean, sd, loc, scale, grad_kl)
 
 
 class _GaussianKL(torch.autograd.Function):
@@ -179,15 +199,26 @@ class _GaussianKL(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         mean, _ = _unchanged(ctx)
         sd, loc, scale = ctx.kept
-        return _kl_gradients(mean, sd, loc, scale, grad)
+        return _kl_gradients(ctx, mean, sd, loc, scale, grad)
 
 
 def _kl_gradients(
-    mean: Tensor, sd: Tensor, loc: Moment, scale: Moment, grad: Tensor
+    ctx: Any, mean: Tensor, sd: Tensor, loc: Moment, scale: Moment, grad: Tensor
 ) -> tuple[Tensor | None, ...]:
     per_variance = grad / scale**2
     shifted = mean - loc if isinstance(loc, Tensor) or loc != 0 else mean
-    return shifted * per_variance, sd.square().mul_(per_variance).sub_(grad), None, None
+    by_spread = sd.square().mul_(per_variance).sub_(grad)
+    return shifted * per_variance, by_spread, None, _scale_gradient(ctx, mean, sd, loc, scale, grad)
+
+
+def _scale_gradient(
+    ctx: Any, mean: Tensor, sd: Tensor, loc: Moment, scale: Moment, grad: Tensor
+) -> Tensor | None:
+    """1/scale - (s² + (m - loc)²)/scale³, where the prior's scale is learned."""
+    if not (isinstance(scale, Tensor) and ctx.needs_input_grad[3]):
+        return None
+    squares = (mean - loc).square().add_(sd.square())
+    return ((1.0 - squares / scale.square()) * (grad / scale)).sum_to_size(scale.shape)
 
 
 def _unchanged(ctx: Any) -> tuple[Tensor, Tensor]:
