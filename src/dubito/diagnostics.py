@@ -19,7 +19,7 @@ from dubito.weights.family import CapabilityError, WeightPosterior
 #: A posterior whose standard deviation is below this fraction of its mean's scale does not spread.
 NO_SPREAD = 1e-6
 #: A posterior whose standard deviation fell below this fraction of where it started has collapsed.
-COLLAPSED = 1e-2
+COLLAPSED = 0.05
 #: Draws whose predictions differ by less than this fraction of the predictions' own scale are identical.
 IDENTICAL = 1e-5
 #: A median signal-to-noise ratio below this everywhere means that the noise has swamped the weights.
@@ -205,10 +205,8 @@ def findings(
     flat = [s.name for s in now.values() if s.sd <= NO_SPREAD * max(s.scale if s.scale > 0 else 0.0, 1e-30)]
     if flat:
         said.append(
-            "no spread: the posterior standard deviation is zero beside the weights in "
-            f"{_names(tuple(flat))}; these "
-            "weights are deterministic in all but name (raise the family's initial spread, or name them "
-            "Point)"
+            f"no spread: the posterior standard deviation is zero beside the weights in {_names(tuple(flat))}; these "
+            "weights are deterministic in all but name (raise the family's initial spread, or name them Point)"
         )
     fallen = {
         name: now[name].sd / before[name].sd
@@ -219,10 +217,9 @@ def findings(
     if fallen:
         worst = min(fallen, key=lambda name: fallen[name])
         said.append(
-            f"collapsed spread: in {_names(tuple(fallen))} the posterior standard deviation fell below "
-            f"{COLLAPSED:.0%} of its start (lowest {worst!r}, to {fallen[worst]:.2g} of it): the "
-            "objective leaves "
-            "nothing that holds it up (objective='elbo', or a larger beta, or a family that is not diagonal)"
+            f"collapsed spread: in {_names(tuple(fallen))} the posterior standard deviation fell below {COLLAPSED:.0%} "
+            f"of its start (lowest {worst!r}, to {fallen[worst]:.2g} of it): the objective leaves nothing that holds "
+            "it up (objective='elbo', or a larger beta, or a family that is not diagonal)"
         )
     if predictions is not None and predictions < IDENTICAL:
         said.append(
@@ -232,8 +229,7 @@ def findings(
     ratios = [s.snr for s in now.values() if not math.isnan(s.snr)]
     if ratios and max(ratios) < SWAMPED:
         said.append(
-            f"noise: the median |mean| / sd is at most {max(ratios):.2g} in every random parameter; the "
-            "prior has "
+            f"noise: the median |mean| / sd is at most {max(ratios):.2g} in every random parameter; the prior has "
             "swamped the data (warm the KL up, lower beta, or use a prior scaled with fan-in)"
         )
     return said

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from dubito.training.batches import check_loader, count_data, split_batch, target_scale
 
@@ -61,7 +67,7 @@ def test_n_unknown_says_what_to_pass() -> None:
 
 
 def test_loaders_that_cannot_serve() -> None:
-    with pytest.raises(ValueError, match="train is empty.*drop_last"):
+    with pytest.raises(ValueError, match=r"train is empty.*drop_last"):
         check_loader("train", DataLoader(TensorDataset(X, Y), 20, drop_last=True))
     with pytest.raises(ValueError, match="validation is empty"):
         check_loader("validation", [])
@@ -74,7 +80,9 @@ def test_loaders_that_cannot_serve() -> None:
 
 def test_target_scale_is_that_of_all_targets_and_does_not_cancel() -> None:
     torch.manual_seed(0)
-    y = torch.randn(1000, 3, dtype=torch.float64) * torch.tensor([1e-3, 1.0, 50.0]) + torch.tensor([1e6, 0.0, -7.0])
+    y = torch.randn(1000, 3, dtype=torch.float64) * torch.tensor([1e-3, 1.0, 50.0]) + torch.tensor(
+        [1e6, 0.0, -7.0]
+    )
     loader = DataLoader(TensorDataset(torch.zeros(1000, 1), y), 77)
     shift, scale = target_scale(loader, torch.device("cpu"))
     torch.testing.assert_close(shift, y.mean(0), rtol=1e-12, atol=1e-12)

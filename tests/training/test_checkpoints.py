@@ -60,7 +60,12 @@ def test_any_tree_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory,
 
 
 def test_a_dict_with_our_own_marks_is_no_mark(tmp_path: Path) -> None:
-    tree = {"kind": "tensor", "key": "x", "inner": {"kind": "list", "items": [1]}, "a/b": {"c": torch.ones(1)}}
+    tree = {
+        "kind": "tensor",
+        "key": "x",
+        "inner": {"kind": "list", "items": [1]},
+        "a/b": {"c": torch.ones(1)},
+    }
     tree["a"] = {"b/c": torch.zeros(2)}
     save_checkpoint(tmp_path / "a", tree)
     assert same(load_checkpoint(tmp_path / "a"), tree)
@@ -135,5 +140,5 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="checkpoint_dir .* cannot be written"):
+    with pytest.raises(CheckpointError, match=r"checkpoint_dir .* cannot be written"):
         check_writable(tmp_path / "file" / "folder")

@@ -8,7 +8,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from dubito.training import load_checkpoint, save_checkpoint
-from dubito.training.random_state import loader_generators, random_state, set_random_state, untouched_randomness
+from dubito.training.random_state import (
+    loader_generators,
+    random_state,
+    set_random_state,
+    untouched_randomness,
+)
 
 DATA = TensorDataset(torch.arange(12))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 import warnings
@@ -78,7 +79,8 @@ def train(
     model = make(family)
     validation = [(torch.linspace(-1, 1, 20).reshape(5, 4), torch.tensor([0, 1, 2, 0, 1]))]
     settings: dict[str, Any] = {
-        "epochs": 3, "seed": 11, "diagnostics": False, "restore_best": False, "resume": True, "checkpoint_dir": folder, "n_data": 22,
+        "epochs": 3, "seed": 11, "diagnostics": False, "restore_best": False, "resume": True, "n_data": 22,
+        "checkpoint_dir": folder,
         "objective": "expected_loss" if family == "covariance" else "elbo",
         "scheduler": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 18),
         "scheduler_interval": "step", "checkpoint_every": 1,
@@ -86,10 +88,8 @@ def train(
     result = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
+        with contextlib.suppress(Stop):
             result = fit(model, loader(own_generator), validation, loss=StoppingLoss(stop), **settings)
-        except Stop:
-            pass
     return model, result
 
 
@@ -150,13 +150,11 @@ def test_workers_with_random_augmentation_resume_exactly(tmp_path: Path) -> None
     def run(folder: Path, stop: int | None) -> nn.Module:
         model = make("mean field")
         data = DataLoader(Augmented(), 4, shuffle=True, num_workers=1)
-        try:
+        with contextlib.suppress(Stop):
             fit(
                 model, data, loss=StoppingLoss(stop), epochs=2, seed=4, checkpoint_dir=folder, checkpoint_every=1,
                 resume=True, diagnostics=False,
             )  # fmt: skip
-        except Stop:
-            pass
         return model
 
     whole = run(tmp_path / "whole", None)
@@ -203,7 +201,9 @@ def test_a_standardised_target_is_resumed_with_its_scale(tmp_path: Path) -> None
 
     def run(folder: Path, epochs: int) -> BayesianModule:
         torch.manual_seed(1)
-        bayes = dubito.bayesianize(nn.Linear(2, 1), dubito.MeanField(), likelihood=dubito.Gaussian(0.1, learned=True))
+        bayes = dubito.bayesianize(
+            nn.Linear(2, 1), dubito.MeanField(), likelihood=dubito.Gaussian(0.1, learned=True)
+        )
         fit(
             bayes, DataLoader(data, 10, shuffle=True), epochs=epochs, lr=0.05, standardize_targets=True, seed=2,
             checkpoint_dir=folder, resume=True, diagnostics=False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +45,8 @@ def split_batch(batch: Any) -> Batch:
         key = next((k for k in _TARGET_KEYS if k in batch), None)
         if key is None:
             raise TypeError(
-                "a batch that is a mapping needs its target under one of "
-                f"{', '.join(map(repr, _TARGET_KEYS))}; "
-                f"got the keys {', '.join(repr(str(k)) for k in batch)}"
+                f"a batch that is a mapping needs its target under one of {', '.join(map(repr, _TARGET_KEYS))}; got "
+                f"the keys {', '.join(repr(str(k)) for k in batch)}"
             )
         args, kwargs, target = (), {k: v for k, v in batch.items() if k != key}, batch[key]
     elif isinstance(batch, tuple | list) and len(batch) >= 2:
@@ -59,8 +58,9 @@ def split_batch(batch: Any) -> Batch:
             args = tuple(args[0])
     else:
         raise TypeError(
-            f"a batch must be (inputs, target) or a mapping with 'labels', got {type(batch).__name__}"
-            f"{f' of length {len(batch)}' if isinstance(batch, Sequence) else ''}: let the loader give both"
+            "a batch must be (inputs, target) or a mapping with 'labels', got "
+            f"{type(batch).__name__}{f' of length {len(batch)}' if isinstance(batch, Sequence) else ''}: let the "
+            "loader give both"
         )
     if not isinstance(target, Tensor):
         raise TypeError(
@@ -78,10 +78,9 @@ def check_loader(name: str, loader: Any) -> None:
     """
     if not isinstance(loader, Iterable):
         raise TypeError(f"{name} must be a DataLoader or a sequence of batches, got {type(loader).__name__}")
-    if iter(loader) is loader:
+    if isinstance(loader, Iterator):  # asking iter() would start workers and draw a seed
         raise TypeError(
-            f"{name} is a {type(loader).__name__} that can be gone through only once; pass a DataLoader "
-            "or a list"
+            f"{name} is a {type(loader).__name__} that can be gone through only once; pass a DataLoader or a list"
         )
     try:
         empty = len(loader) == 0  # type: ignore[arg-type]
@@ -129,8 +128,7 @@ def count_data(loader: Any) -> int:
     elif isinstance(loader, Sequence):
         return sum(split_batch(batch).size for batch in loader)
     raise ValueError(
-        "n_data is missing: the number of training examples cannot be read from this loader (its data set "
-        "has no "
+        "n_data is missing: the number of training examples cannot be read from this loader (its data set has no "
         "length), and the ELBO divides the KL by it; pass n_data="
     )
 

@@ -141,8 +141,8 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor], seen: dict[Any, 
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy scalars
         return value.item()
     raise CheckpointError(
-        f"{where.lstrip('/')!r} is a {type(value).__name__}, which a checkpoint cannot hold without pickle; "
-        "its state_dict must give tensors, numbers, strings, lists, tuples and dicts"
+        f"{where.lstrip('/')!r} is a {type(value).__name__}, which a checkpoint cannot hold without pickle; its "
+        "state_dict must give tensors, numbers, strings, lists, tuples and dicts"
     )
 
 

@@ -27,7 +27,8 @@ class FitConfig:
         beta: weight of the KL, a number or a function of the optimizer step counted from 0, such as
             `dubito.objectives.KLWarmup`.
         samples: draws of the weights a training step.
-        lr: learning rate of the default optimizer. None: 1e-3 for Adam, 1e-2 for SGD.
+        lr: learning rate, where fit makes the optimizer or its parameter groups. None: 1e-3 for the default Adam,
+            1e-2 for the default SGD, the function's own where `optimizer` is a function.
         weight_decay: of the default optimizer; variational parameters of spread never get any.
         scheduler: a function from an optimizer to a `torch.optim.lr_scheduler`.
         scheduler_interval: whether the scheduler steps after each "step" or each "epoch".
@@ -48,7 +49,8 @@ class FitConfig:
         resume: True: go on from `checkpoint_dir` if there is a checkpoint, start otherwise. A path: go on
             from that file, which must exist. False: start, and refuse a folder that already holds a
             checkpoint.
-        seed: seeds torch, Python and NumPy (offset by the process's rank). None: leaves them alone.
+        seed: seeds torch, Python and NumPy (offset by the process's rank). None: leaves them alone,
+            but several processes are still told apart.
         progress: show a progress bar, where standard error is a terminal.
         diagnostics: inspect the trained posterior at the end and warn of what is wrong with it.
         accelerator: an `accelerate.Accelerator` of your own, which then decides device and precision.
@@ -98,8 +100,7 @@ class FitConfig:
         _one_of("precision", self.precision, ("no", "bf16", "fp16"))
         if self.scheduler is not None and not callable(self.scheduler):
             raise TypeError(
-                "scheduler must be a function from an optimizer to a scheduler, got "
-                f"{type(self.scheduler).__name__}; "
+                f"scheduler must be a function from an optimizer to a scheduler, got {type(self.scheduler).__name__}; "
                 "write scheduler=lambda optimizer: CosineAnnealingLR(optimizer, T_max=10)"
             )
         if self.resume is True and self.checkpoint_dir is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,15 +50,8 @@ class Criterion:
     def __call__(self, batch: Batch, beta: float) -> Elbo:
         """Loss, NLL and KL of one batch, differentiable."""
         outputs, target = self.outputs(batch), self.target(batch.target)
-        try:
+        with _not_finite_told_apart(outputs=outputs, target=target):
             nll = self.nll(outputs, target)
-        except ValueError as error:  # a likelihood refuses NaN itself; told apart here from a wrong label
-            bad = [
-                n for n, t in (("outputs", outputs), ("target", target)) if not bool(torch.isfinite(t).all())
-            ]
-            if bad:
-                raise NotFiniteInput(f"not finite: {' and '.join(bad)}") from error
-            raise
         kl = nll.new_zeros(())
         if self.with_kl and isinstance(self.model, BayesianModule):
             kl = self.model.kl()
@@ -105,7 +99,8 @@ class Criterion:
         if self.likelihood is None:
             assert self.loss is not None
             return torch.stack([_scalar(self.loss(draw, target)) for draw in outputs]).mean() * batch.size
-        self.likelihood.check_target(outputs, target)
+        with _not_finite_told_apart(outputs=outputs, target=target):
+            self.likelihood.check_target(outputs, target)
         log_prob = self.likelihood.log_prob(outputs, target)
         mixture = torch.logsumexp(log_prob, 0) - math.log(log_prob.shape[0])
         return -mixture.sum() + self.offset * batch.size
@@ -119,10 +114,20 @@ class Criterion:
         if isinstance(logits, Tensor):
             return logits
         raise TypeError(
-            f"the model's output is a {type(outputs).__name__}, not a tensor, and has no `.logits`; "
-            "return one "
-            "tensor"
+            f"the model's output is a {type(outputs).__name__}, not a tensor, and has no `.logits`; return one tensor"
         )
+
+
+@contextmanager
+def _not_finite_told_apart(**tensors: Tensor) -> Iterator[None]:
+    """A likelihood refuses NaN itself, as it does a wrong label; what training does about it differs."""
+    try:
+        yield
+    except ValueError as error:
+        bad = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+        if bad:
+            raise NotFiniteInput(f"not finite: {' and '.join(bad)}") from error
+        raise
 
 
 def _scalar(value: Any) -> Tensor:
@@ -130,8 +135,7 @@ def _scalar(value: Any) -> Tensor:
         raise TypeError(f"loss must return a tensor, got {type(value).__name__}: keep the graph, no .item()")
     if value.ndim != 0:
         raise ValueError(
-            f"loss must return a scalar, the mean over the batch, got shape {tuple(value.shape)}: use "
-            "reduction='mean'"
+            f"loss must return a scalar, the mean over the batch, got shape {tuple(value.shape)}: use reduction='mean'"
         )
     return value
 
@@ -159,8 +163,8 @@ def resolve_likelihood(
     own = model.likelihood if isinstance(model, BayesianModule) else None
     if likelihood is not None and own is not None and likelihood is not own:
         raise ValueError(
-            f"likelihood={type(likelihood).__name__} is given, but the model already has {type(own).__name__}: "
-            "leave the argument out, or set model.likelihood"
+            f"likelihood={type(likelihood).__name__} is given, but the model already has {type(own).__name__}: leave "
+            "the argument out, or set model.likelihood"
         )
     found = likelihood if likelihood is not None else own
     if found is None:
@@ -170,9 +174,8 @@ def resolve_likelihood(
             else "likelihood="
         )
         raise ValueError(
-            f"no likelihood: pass {remedy}, such as dubito.Categorical() for classes or dubito.Gaussian() "
-            "for "
-            "real numbers, or loss=, a function of (outputs, y)"
+            f"no likelihood: pass {remedy}, such as dubito.Categorical() for classes or dubito.Gaussian() for real "
+            "numbers, or loss=, a function of (outputs, y)"
         )
     assert isinstance(found, Likelihood)
     return found

@@ -79,10 +79,15 @@ def fit(
     check_names(options)
     settings = replace(config if config is not None else FitConfig(), **options)
     setup = prepare(model, train, validation, likelihood, loss, optimizer, settings)
+    return _train(setup, likelihood)
+
+
+def _train(setup: Setup, likelihood: Likelihood | None) -> FitResult:
+    model, settings = setup.model, setup.config
     if settings.objective == "expected_loss":
         warn_of_lost_implicit_bias(model, setup.optimizer)
-    if settings.seed is not None:
-        _seed(settings.seed, setup)
+    if settings.seed is not None or setup.accelerator.num_processes > 1:
+        _seed(settings.seed if settings.seed is not None else torch.initial_seed(), setup)
     if isinstance(model, BayesianModule) and model.likelihood is None and likelihood is not None:
         model.likelihood = likelihood  # so that predict knows it
     before = spread(model) if settings.diagnostics and isinstance(model, BayesianModule) else {}
@@ -104,8 +109,8 @@ def _seed(seed: int, setup: Setup) -> None:
 
     import numpy as np
 
-    # every process draws its own noise: equal noise on all would not be averaged out
-    seed = seed + int(setup.accelerator.process_index)
+    # every process draws its own noise, seeded by the user or not: equal noise would not be averaged out
+    seed = (seed + int(setup.accelerator.process_index)) % 2**63
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -145,4 +150,4 @@ def _inspect(setup: Setup, result: FitResult, before: dict[str, WeightSpread]) -
         result.summary = summary(bayes)
     result.warnings = findings(after, before, predictions)
     for text in result.warnings:
-        warnings.warn(text, DubitoWarning, stacklevel=4)
+        warnings.warn(text, DubitoWarning, stacklevel=5)

@@ -16,7 +16,7 @@ class NonFiniteError(RuntimeError):
     Attributes:
         step: the optimizer step, counted from 1, that was not taken.
         epoch: its epoch, counted from 1.
-        part: "nll", "kl", "loss" or "gradient": where it showed first.
+        part: "nll", "kl", "loss", "gradient" or "parameters" (after a step): where it showed first.
         parameters: names of the parameters whose gradients (or values) are not finite.
     """
 

@@ -46,13 +46,15 @@ def make_optimizer(
         return optimizer
     if optimizer is not None and not callable(optimizer):
         raise TypeError(
-            f"optimizer must be a torch optimizer or a function from parameter groups to one, got "
+            "optimizer must be a torch optimizer or a function from parameter groups to one, got "
             f"{type(optimizer).__name__}"
         )
     by_steps = config.objective == "expected_loss" and isinstance(model, BayesianModule)
     lr = config.lr if config.lr is not None else (1e-2 if by_steps else 1e-3)
     groups = _groups(model, extra, lr, config.weight_decay)
     if optimizer is not None:
+        if config.lr is None:  # a group's own rate would silently win over the one the function gives
+            groups = [{k: v for k, v in group.items() if k != "lr"} for group in groups]
         made = optimizer(groups)
         if not isinstance(made, Optimizer):
             raise TypeError(f"optimizer(groups) must return a torch optimizer, got {type(made).__name__}")
@@ -75,14 +77,12 @@ def warn_of_lost_implicit_bias(model: nn.Module, optimizer: Optimizer) -> None:
     if diagonal:
         kinds = ", ".join(sorted({family_name(type(p)) for p in posteriors if p.diagonal}))
         reasons.append(
-            f"{kinds} on {_some(diagonal)} has a diagonal covariance, whose variance the expected loss "
-            "drives to "
-            "zero: it collapses to a point (use LowRankCovariance, or objective='elbo')"
+            f"{kinds} on {_some(diagonal)} has a diagonal covariance, whose variance the expected loss drives to zero: "
+            "it collapses to a point (use LowRankCovariance, or objective='elbo')"
         )
     if posteriors and not isinstance(optimizer, SGD):
         reasons.append(
-            f"{type(optimizer).__name__} rescales each coordinate, so training no longer ends nearest to "
-            "the prior: "
+            f"{type(optimizer).__name__} rescales each coordinate, so training no longer ends nearest to the prior: "
             "the implicit bias is lost (use SGD)"
         )
     random = {id(p) for posterior in posteriors for p in posterior.parameters()}
@@ -97,12 +97,11 @@ def warn_of_lost_implicit_bias(model: nn.Module, optimizer: Optimizer) -> None:
     ]
     if decayed:
         reasons.append(
-            f"weight decay on the variational parameters {_some(decayed)} pulls them to zero instead of "
-            "leaving them "
+            f"weight decay on the variational parameters {_some(decayed)} pulls them to zero instead of leaving them "
             "at the prior: the implicit bias is lost (weight_decay=0 for them)"
         )
     if reasons:
-        warnings.warn("objective='expected_loss': " + "; ".join(reasons), DubitoWarning, stacklevel=3)
+        warnings.warn("objective='expected_loss': " + "; ".join(reasons), DubitoWarning, stacklevel=4)
 
 
 def _groups(
@@ -131,10 +130,10 @@ def _check_coverage(model: nn.Module, extra: list[nn.Parameter], optimizer: Opti
         )
     if missing:
         warnings.warn(
-            f"optimizer does not hold {_some(missing)}, so they stay as they are; pass "
-            "dubito.parameter_groups(bayes, lr=…), or set requires_grad=False to say that this is meant",
+            f"optimizer does not hold {_some(missing)}, so they stay as they are; pass dubito.parameter_groups(bayes, "
+            "lr=…), or set requires_grad=False to say that this is meant",
             DubitoWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

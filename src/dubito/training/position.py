@@ -86,9 +86,8 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     if not found:
         return
     warnings.warn(
-        f"the resumed run differs from the checkpoint: {'; '.join(found)}. The new settings are used, but "
-        "the "
+        f"the resumed run differs from the checkpoint: {'; '.join(found)}. The new settings are used, but the "
         "optimizer goes on with the learning rate and decay it had",
         DubitoWarning,
-        stacklevel=2,
+        stacklevel=6,
     )

@@ -45,8 +45,8 @@ def set_random_state(state: dict[str, Any], loader: Any = None) -> None:
     generators = loader_generators(loader)
     if len(generators) != len(state["loader"]):
         raise ValueError(
-            f"the loader has {len(generators)} random generators, the saved state {len(state['loader'])}: "
-            "resume with the same kind of loader"
+            f"the loader has {len(generators)} random generators, the saved state {len(state['loader'])}: resume with "
+            "the same kind of loader"
         )
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
@@ -75,14 +75,15 @@ def untouched_randomness(*loaders: Any) -> Iterator[None]:
 def loader_generators(loader: Any) -> list[torch.Generator]:
     """The generators that a loader and its samplers own, each once, in a fixed order."""
     found: list[torch.Generator] = []
-    places = [loader]
-    for attribute in ("sampler", "batch_sampler"):
-        place = getattr(loader, attribute, None)
-        while place is not None and len(places) < 16:
-            places.append(place)
-            place = getattr(place, "sampler", None)
-    for place in places:
-        generator = getattr(place, "generator", None)
-        if isinstance(generator, torch.Generator) and all(generator is not f for f in found):
-            found.append(generator)
+    places, seen = [loader], 0
+    while seen < len(places):
+        place, seen = places[seen], seen + 1
+        for name in ("generator", "synchronized_generator"):
+            generator = getattr(place, name, None)
+            if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
+                found.append(generator)
+        for name in ("sampler", "batch_sampler"):
+            inner = getattr(place, name, None)
+            if inner is not None and all(inner is not other for other in places):
+                places.append(inner)
     return found

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from dubito.training.batches import Batch, split_batch, to_device
-from dubito.training.checkpoints import load_checkpoint, save_checkpoint
+from dubito.training.checkpoints import CheckpointError, save_checkpoint
 from dubito.training.criterion import NotFiniteInput
 from dubito.training.distributed import average_gradients, broadcast_module, gather, mean_over_processes
 from dubito.training.modes import flags_kept
 from dubito.training.numerics import NonFiniteError, diagnose, gradient_norm, not_finite
-from dubito.training.position import Position, differences
+from dubito.training.position import Position
 from dubito.training.progress import ProgressBar
 from dubito.training.random_state import random_state, set_random_state
-from dubito.training.setup import BEST, LAST, Setup, use_scale
+from dubito.training.resume import everything_else, restore
+from dubito.training.setup import BEST, LAST, Setup
 from dubito.training.snapshots import Weights, copy_weights, load_weights
 from dubito.training.validation import validation_nll
 
@@ -53,12 +54,17 @@ class TrainingRun:
                 broadcast_module(module)
         else:
             self.train = self.setup.train
-        self.optimizer = self.accelerator.prepare_optimizer(self.setup.optimizer)
+        # accelerate's wrapper is for gradient scaling; without it, it only searches for packages at every step
+        scaled = self.accelerator.scaler is not None
+        self.optimizer = (
+            self.accelerator.prepare_optimizer(self.setup.optimizer) if scaled else self.setup.optimizer
+        )
         make = self.config.scheduler
         self.scheduler = None if make is None else make(self.setup.optimizer)
         self.parameters = [p for group in self.setup.optimizer.param_groups for p in group["params"]]
         if self.setup.resume is not None:
-            self._restore(self.setup.resume)
+            restore(self, self.setup.resume)
+            self.resumed_from, self.written = self.position.step, self.setup.resume
         self.good = self._weights()
         self.good_step = self.position.step
         self.candidate: Weights | None = None
@@ -77,7 +83,7 @@ class TrainingRun:
             while position.epoch < self.config.epochs and not position.stopped_early:
                 self._epoch(bar, batches or 0)
         if self.config.restore_best and position.best_epoch is not None:
-            self._load_weights(self.best)
+            self.load_weights(self.best)
 
     def _epoch(self, bar: ProgressBar, batches: int) -> None:
         position, started = self.position, time.monotonic()
@@ -111,12 +117,12 @@ class TrainingRun:
             if set_epoch is not None:
                 set_epoch(position.epoch)
         if position.batch:
-            self._set_random(position.epoch_random)
+            self.set_random(position.epoch_random)
         iterator = iter(self.train)
         if position.batch:
             for _ in range(position.batch):
                 next(iterator)
-            self._set_random(position.random)
+            self.set_random(position.random)
         group: list[Batch] = []
         for raw in iterator:
             group.append(split_batch(raw))
@@ -139,12 +145,8 @@ class TrainingRun:
         position.history.append(record)
         position.last_validation = validation
         self._schedule("epoch", validation if validation is not None else record.loss)
-        position.epoch, position.batch, position.sums, position.epoch_random = (
-            position.epoch + 1,
-            0,
-            None,
-            None,
-        )
+        position.epoch, position.batch = position.epoch + 1, 0
+        position.sums = position.epoch_random = None
         if validation is not None:
             self._judge(validation)
         self._keep()
@@ -156,15 +158,17 @@ class TrainingRun:
             position.best_nll, position.best_epoch, position.waited = validation, position.epoch, 0
             self.best = self._weights()
             if self.setup.folder is not None and self.accelerator.is_main_process:
-                self._write_best()
+                self.write_best()
         else:
             position.waited += 1
-        position.stopped_early = self._out_of_patience()
+        position.stopped_early = self.out_of_patience()
 
-    def _out_of_patience(self) -> bool:
+    def out_of_patience(self) -> bool:
+        """Whether validation has not improved for as long as was agreed."""
         return self.config.patience is not None and self.position.waited >= self.config.patience
 
-    def _write_best(self) -> None:
+    def write_best(self) -> None:
+        """Write the best weights so far."""
         assert self.setup.folder is not None
         found = {"epoch": self.position.best_epoch, "nll": self.position.best_nll}
         save_checkpoint(self.setup.folder / BEST, {"weights": self.best, **found})
@@ -183,7 +187,7 @@ class TrainingRun:
                 with self.accelerator.autocast():
                     terms = self.criterion(batch, beta)
             except NotFiniteInput as error:
-                raise self._failure("nll", f"the NLL has no value ({error})", group, []) from error
+                raise self._failure("nll", f"the NLL has no value ({error})", []) from error
             self.accelerator.backward(terms.loss * (batch.size / total))
             values = torch.stack([terms.loss.detach(), terms.nll.detach(), terms.kl.detach()])
             parts = parts + values.to(parts.dtype) * (batch.size / total)
@@ -214,27 +218,25 @@ class TrainingRun:
             values = dict(zip(("loss", "nll", "kl"), parts.tolist(), strict=True))
             part, said, concerned = diagnose(values, self.model, self.outside, group)
             if part:
-                raise self._failure(part, said, group, concerned)
+                raise self._failure(part, said, concerned)
         if self.config.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_norm, norm)
 
     def _count_skipped(self) -> None:
-        skipped = self.accelerator.scaler is not None and self.optimizer.step_was_skipped
+        skipped = self.accelerator.scaler is not None and getattr(self.optimizer, "step_was_skipped", False)
         self.skipped = self.skipped + 1 if skipped else 0
         if self.skipped >= 50:
-            raise self._failure(
-                "gradient", "50 steps in a row overflowed fp16 (use precision='bf16')", [], []
-            )
+            raise self._failure("gradient", "50 steps in a row overflowed fp16 (use precision='bf16')", [])
 
-    def _failure(self, part: str, said: str, group: list[Batch], concerned: list[str]) -> NonFiniteError:
-        step, epoch = self.position.step + 1, self.position.epoch + 1
+    def _failure(self, part: str, said: str, concerned: list[str], taken: bool = False) -> NonFiniteError:
+        step, epoch = self.position.step + (not taken), self.position.epoch + 1
         self.setup.optimizer.zero_grad(set_to_none=True)
-        self._load_weights(self.good)
+        self.load_weights(self.good)
         kept = f"; the checkpoint {str(self.written)!r} is kept" if self.written is not None else ""
         return NonFiniteError(
-            f"step {step} (epoch {epoch}): {said}. The step was not taken; the model is back where it was "
-            "after step "
-            f"{self.good_step}{kept}. Try a lower lr, clip_norm=1.0, or a smaller initial spread",
+            f"step {step} (epoch {epoch}): {said}. {'' if taken else 'The step was not taken. '}The model is "
+            f"back where it was after step {self.good_step}{kept}. Try a lower lr, clip_norm=1.0, or a smaller initial "
+            "spread",
             step=step,
             epoch=epoch,
             part=part,
@@ -255,16 +257,17 @@ class TrainingRun:
             self.scheduler.step()
 
     def _validate(self) -> float:
-        value = validation_nll(
-            self.criterion,
-            self.outside,
-            self.setup.validation,
-            self.accelerator,
-            self.config.validation_samples,
-        )
-        if not math.isfinite(value):
-            said = f"the validation NLL after epoch {self.position.epoch + 1} is {value}"
-            raise self._failure("nll", said, [], not_finite(dict(self.model.named_parameters())))
+        loader, samples = self.setup.validation, self.config.validation_samples
+        try:
+            value = validation_nll(self.criterion, self.outside, loader, self.accelerator, samples)
+            said = "" if math.isfinite(value) else str(value)
+        except NotFiniteInput as error:
+            value, said = math.nan, str(error)
+        if said:
+            broken = not_finite(dict(self.model.named_parameters()))
+            raise self._failure(
+                "nll", f"after it, the validation NLL has no value ({said})", broken, taken=True
+            )
         return value
 
     # ---- saving and restoring ----------------------------------------------------------------------------
@@ -272,17 +275,23 @@ class TrainingRun:
     def _weights(self) -> Weights:
         return copy_weights(self.model, self.outside)
 
-    def _load_weights(self, weights: Weights) -> None:
+    def load_weights(self, weights: Weights) -> None:
+        """Put trained weights back."""
         load_weights(weights, self.model, self.outside)
 
     def _random(self) -> list[dict[str, Any]]:
         return gather(random_state(self.train), self.accelerator)
 
-    def _set_random(self, states: list[dict[str, Any]] | None) -> None:
+    def set_random(self, states: list[dict[str, Any]] | None) -> None:
+        """Put this process's random state back.
+
+        Raises:
+            CheckpointError: the states are of another number of processes.
+        """
         assert states is not None
         rank = self.accelerator.process_index
         if len(states) != self.accelerator.num_processes:
-            raise ValueError(
+            raise CheckpointError(
                 f"the checkpoint is of {len(states)} processes, this run has {self.accelerator.num_processes}"
             )
         set_random_state(states[rank], self.train)
@@ -292,62 +301,13 @@ class TrainingRun:
         broken = not_finite(dict(self.model.named_parameters()))
         if broken:
             raise self._failure(
-                "loss", f"after it, parameters are not finite: {', '.join(broken)}", [], broken
+                "parameters", f"after it, not finite: {', '.join(broken)}", broken, taken=True
             )
         self.candidate = self._weights()
         if self.setup.folder is None:
             return
         self.position.random = self._random()
         if self.accelerator.is_main_process:
-            scaler = self.accelerator.scaler
-            content = {
-                "weights": self.candidate,
-                "optimizer": self.setup.optimizer.state_dict(),
-                "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-                "scaler": None if scaler is None else scaler.state_dict(),
-                "position": self.position.as_tree(),
-                "target": {"shift": self.criterion.shift, "scale": self.criterion.scale},
-                "settings": self._settings(),
-            }
-            self.written = save_checkpoint(self.setup.folder / LAST, content)
-
-    def _settings(self) -> dict[str, Any]:
-        config = self.config
-        names = (
-            "objective",
-            "samples",
-            "lr",
-            "weight_decay",
-            "clip_norm",
-            "accumulation",
-            "precision",
-            "seed",
-        )
-        settings = {name: getattr(config, name) for name in names}
-        return settings | {
-            "beta": repr(config.beta) if callable(config.beta) else float(config.beta),
-            "n_data": self.criterion.n_data,
-            "optimizer": type(self.setup.optimizer).__name__,
-            "scheduler": None if self.scheduler is None else type(self.scheduler).__name__,
-        }
-
-    def _restore(self, path: Path) -> None:
-        content = load_checkpoint(path)
-        self._load_weights(content["weights"])
-        differences(content["settings"], self._settings())
-        use_scale(self.setup, content["target"]["shift"], content["target"]["scale"])
-        self.setup.optimizer.load_state_dict(content["optimizer"])
-        if self.scheduler is not None and content["scheduler"] is not None:
-            self.scheduler.load_state_dict(content["scheduler"])
-        if self.accelerator.scaler is not None and content["scaler"] is not None:
-            self.accelerator.scaler.load_state_dict(content["scaler"])
-        self.position = Position.from_tree(content["position"], self.accelerator.device)
-        if self.position.best_epoch is not None:
-            best = path.parent / BEST
-            self.best = load_checkpoint(best)["weights"] if best.is_file() else content["weights"]
-            if self.setup.folder is not None and self.accelerator.is_main_process:
-                self._write_best()  # the run may go on in another folder
-        self.position.stopped_early = self._out_of_patience()  # a larger patience goes on
-        if self.position.batch == 0:
-            self._set_random(self.position.random)
-        self.resumed_from, self.written = self.position.step, path
+            save_checkpoint(self.setup.folder / LAST, {"weights": self.candidate, **everything_else(self)})
+        self.written = self.setup.folder / LAST
+        self.accelerator.wait_for_everyone()  # whoever looks next must find it

@@ -123,8 +123,7 @@ def _places(config: FitConfig) -> tuple[Path | None, Path | None]:
     if there is not None and (resume is None or not there.samefile(resume)):
         raise FileExistsError(
             f"checkpoint_dir {str(folder)!r} already holds a run: pass resume=True to go on with it, or another "
-            "folder, "
-            "or delete it"
+            "folder, or delete it"
         )
     if folder is not None:
         check_writable(folder)
@@ -150,8 +149,7 @@ def _accelerator(config: FitConfig) -> Any:
     ]
     if accelerator.distributed_type not in simple:
         raise ValueError(
-            f"accelerator: {accelerator.distributed_type} shards or rewrites modules, which random "
-            "weights do not "
+            f"accelerator: {accelerator.distributed_type} shards or rewrites modules, which random weights do not "
             "survive; use one process, or several on CPU or GPU"
         )
     return accelerator
@@ -173,8 +171,7 @@ def _preflight(criterion: Criterion, train: Any, accelerator: Any, config: FitCo
     for name, value in parts.items():
         if not bool(torch.isfinite(value)):
             raise ValueError(
-                f"the {name.upper()} of the first batch is {float(value)} before any training: look at "
-                "the data, the "
+                f"the {name.upper()} of the first batch is {float(value)} before any training: look at the data, the "
                 "initial weights and the prior"
             )
 
