@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -147,8 +148,38 @@ def run_draws(
 
 
 def _vmapped(one: Any, index: Tensor, stacked: list[Components], chunk_size: int) -> Tensor:
-    result: Tensor = torch.vmap(one, randomness="different", chunk_size=chunk_size)(index, stacked)
+    with _unfused:
+        result: Tensor = torch.vmap(one, randomness="different", chunk_size=chunk_size)(index, stacked)
     return result
+
+
+class _Unfused:
+    """Keeps `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` off their fused path under `vmap`.
+
+    In eval mode they take it where no weight requires gradient, which batched weights never seem to: gradient would
+    be lost, and the fused operators have no batching rule. The switch is a global one, so uses are counted.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._uses = 0
+        self._before = True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._uses == 0:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._uses += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._uses -= 1
+            if self._uses == 0:
+                torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+_unfused = _Unfused()
 
 
 def _loop(one: Any, index: Tensor, stacked: list[Components]) -> Tensor:
