@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conformance import FAMILIES, KINDS, bayesian, plain
 from torch import Tensor, nn
 
 import dubito
+from conformance import FAMILIES, KINDS, bayesian, plain
 from dubito.monte_carlo import Draws
 from dubito.weights import WeightPosterior
 
@@ -26,9 +25,8 @@ RANDOM = [name for name, family in FAMILIES.items() if not isinstance(family, du
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
+def seeded() -> None:
     torch.manual_seed(11)
-    yield
 
 
 def tensor_of(output: Any) -> Tensor:
