@@ -20,13 +20,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dubito.divergences import KLMethod
-from dubito.priors import ParameterPrior, PriorSpec, WeightPrior, resolve_prior
+from dubito.priors import ParameterPrior, PriorRule, PriorSpec, WeightPrior, resolve_prior
 from dubito.weights.initial_scale import centre, fan_in
 from dubito.weights.slots import Slot
 
@@ -41,6 +41,20 @@ class CapabilityError(NotImplementedError):
 
 class DubitoWarning(UserWarning):
     """A choice was made on the user's behalf, or a combination is known to go wrong; said once."""
+
+
+class SpreadRate(NamedTuple):
+    """How a parameter of spread follows its weight's learning rate (`dubito.mup`).
+
+    Attributes:
+        parameter: the parameter of spread.
+        like: the slot whose mean's learning rate it is based on, or None for the plain one.
+        rank: R, the number of terms of a draw it takes part in: the rate is divided by R for SGD, by its root for Adam.
+    """
+
+    parameter: nn.Parameter
+    like: str | None
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -93,11 +107,14 @@ class WeightPosterior(nn.Module, ABC):
         takes_over: whether the dense parameters leave storage (factored families).
         estimators: the estimators this posterior offers for training, the default first.
         diagonal: whether the covariance is diagonal (its expected loss collapses it to a point).
+        collapses: why the expected loss alone drives this covariance to zero where it is not diagonal, to follow "the
+            covariance …" in a warning; None where it does not.
     """
 
     takes_over: ClassVar[bool] = False
     estimators: ClassVar[tuple[str, ...]] = ("weights",)
     diagonal: ClassVar[bool] = False
+    collapses: ClassVar[str | None] = None
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -143,6 +160,18 @@ class WeightPosterior(nn.Module, ABC):
         return [p for p in self.parameters() if p.requires_grad]
 
     # ---- what a family may refine ---------------------------------------------------------------------
+
+    def reset_spread_(self, scales: Mapping[str, float], generator: torch.Generator | None = None) -> None:
+        """Start the spread anew, in place, given the standard deviation that each slot's mean was initialised with.
+
+        Raises:
+            CapabilityError: where the family has scales of its own.
+        """
+        raise CapabilityError(f"{type(self).__name__} starts its spread at scales of its own")
+
+    def spread_rates(self) -> list[SpreadRate]:
+        """How the parameters of spread follow their weights' learning rates; those not listed take the plain one."""
+        return []
 
     def training_weights(self) -> dict[str, Tensor]:
         """What stands in the slots for one training call, by the family's estimator, with gradients."""
@@ -215,6 +244,7 @@ class WeightPosterior(nn.Module, ABC):
 
     def set_prior(self, slot: Slot, spec: PriorSpec) -> None:
         """Resolve the prior of one slot and keep it (buffers move with the module)."""
+        spec = spec.at(slot.owner) if isinstance(spec, PriorRule) else spec
         resolved = resolve_prior(spec, slot.parameter, fan_in(slot), centre(slot))
         if isinstance(resolved, WeightPrior):
             self.joint_prior = (resolved,)

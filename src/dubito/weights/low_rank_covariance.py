@@ -23,6 +23,7 @@ from dubito.weights.family import (
     Granularity,
     Group,
     Noise,
+    SpreadRate,
     WeightPosterior,
     key_of,
 )
@@ -75,7 +76,7 @@ class LowRankCovariancePosterior(WeightPosterior):
 
     def __init__(self, group: Group, family: LowRankCovariance) -> None:
         super().__init__(group)
-        self.rank = family.rank
+        self.rank, self.scale = family.rank, family.scale
         self.factors = nn.ParameterDict()
         for slot in self.slots:
             value = slot.parameter.detach()
@@ -101,6 +102,17 @@ class LowRankCovariancePosterior(WeightPosterior):
         """S ← factor·S."""
         for value in self.factors.values():
             value.mul_(factor)
+
+    @torch.no_grad()
+    def reset_spread_(self, scales: Mapping[str, float], generator: torch.Generator | None = None) -> None:
+        """Fresh entries of S of standard deviation `scale · scales[name] · R ** -0.5`."""
+        for slot in self.slots:
+            entry_sd = self.scale * scales[slot.name] * self.rank**-0.5
+            self.factor(slot.name).normal_(generator=generator).mul_(entry_sd)
+
+    def spread_rates(self) -> list[SpreadRate]:
+        """S learns with its weight, slower by the rank."""
+        return [SpreadRate(self.factors[key_of(s.name)], s.name, self.rank) for s in self.slots]
 
     def noise(self, generator: torch.Generator | None = None) -> Noise:
         """z ~ N(0, I_R), one for all parameters of the module."""
