@@ -14,15 +14,19 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dubito.generalized_variational import GeneralizedVariational, generalized_variational
+from dubito.implicit_bias import warn_of_lost_implicit_bias
 from dubito.kl_schedules import CyclicalKL, KLWarmup
 from dubito.scalar_checks import choice, count, non_negative, positive
 
 __all__ = [
     "CyclicalKL",
     "Elbo",
+    "GeneralizedVariational",
     "KLWarmup",
     "expected_loss",
     "expected_nll",
+    "generalized_variational",
     "minibatch_elbo",
     "minibatch_weights",
     "negative_elbo",
@@ -167,13 +171,15 @@ def minibatch_elbo(
     return negative_elbo(nll_mean, kl, size, non_negative("beta", beta) * share * factor)
 
 
-def expected_loss(losses: Tensor, check: bool = True) -> Tensor:
+def expected_loss(losses: Tensor, check: bool = True, bayes: Any = None) -> Tensor:
     """The expected loss E_q l: the **mean** over draws of a per-draw loss, scalar.
 
     Args:
         losses: (S,) the loss of each draw, or (S, batch, …) per datum, which is averaged as well. Summing
             instead would multiply the gradient by the number of draws.
         check: look for NaN, as in `negative_elbo`.
+        bayes: the network whose draws they are, where this is the whole objective: a `DubitoWarning` says once if its
+            covariance collapses under the expected loss alone (diagonal, Kronecker-factored).
 
     Raises:
         ValueError: no leading dimension of draws, no draws, or NaN.
@@ -183,6 +189,8 @@ def expected_loss(losses: Tensor, check: bool = True) -> Tensor:
             "losses must have a leading dimension of draws (S, …) and not be empty, got shape "
             f"{tuple(losses.shape)}: use a loss with reduction='none', or stack the draws' losses."
         )
+    if bayes is not None:
+        warn_of_lost_implicit_bias(bayes, "expected_loss")
     mean = losses.mean()
     if check:
         _refuse("losses contain", mean, mean.isnan())
@@ -200,7 +208,12 @@ class _Bayesian(Protocol):
 
 
 def expected_nll(
-    bayes: _Bayesian, x: Any, y: Any, samples: int = 1, generator: torch.Generator | None = None
+    bayes: _Bayesian,
+    x: Any,
+    y: Any,
+    samples: int = 1,
+    generator: torch.Generator | None = None,
+    with_kl: bool = False,
 ) -> Tensor:
     """Expected negative log likelihood of a batch: mean over `samples` draws and over the batch, in nats.
 
@@ -212,12 +225,16 @@ def expected_nll(
         y: its targets.
         samples: weight draws, shared by the batch.
         generator: source of the draws; None is the global one.
+        with_kl: a KL goes beside it (an ELBO). Otherwise it is taken for the whole objective, and a `DubitoWarning`
+            says once if the covariance collapses under it (diagonal, Kronecker-factored).
 
     Raises:
         TypeError: `samples` not a whole number.
         ValueError: `samples` below 1, or what the likelihood finds wrong with `y`.
     """
     size = count("samples", samples, "the number of weight draws")
+    if not with_kl:
+        warn_of_lost_implicit_bias(bayes, "expected_nll")
     if generator is None:
         return bayes.nll(bayes.outputs(x, samples=size), y)
     return bayes.nll(bayes.outputs(x, draws=bayes.draw(size, generator=generator)), y)

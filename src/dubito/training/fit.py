@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 
 from dubito.bayesian import BayesianModule
 from dubito.diagnostics import WeightSpread, findings, prediction_spread, spread, summary
+from dubito.implicit_bias import warn_of_lost_implicit_bias
 from dubito.likelihoods import Likelihood
 from dubito.training.batches import first_batch, split_batch, to_device
 from dubito.training.config import FitConfig, FitOptions, check_names
 from dubito.training.criterion import Loss
 from dubito.training.modes import flags_kept
-from dubito.training.optimizers import OptimizerFactory, warn_of_lost_implicit_bias
+from dubito.training.optimizers import OptimizerFactory
 from dubito.training.random_state import untouched_randomness
 from dubito.training.result import FitResult
 from dubito.training.run import TrainingRun
@@ -85,7 +86,7 @@ def fit(
 def _train(setup: Setup, likelihood: Likelihood | None) -> FitResult:
     model, settings = setup.model, setup.config
     if settings.objective == "expected_loss":
-        warn_of_lost_implicit_bias(model, setup.optimizer)
+        warn_of_lost_implicit_bias(model, "objective='expected_loss'", setup.optimizer, stacklevel=4)
     if settings.seed is not None or setup.accelerator.num_processes > 1:
         _seed(settings.seed if settings.seed is not None else torch.initial_seed(), setup)
     if isinstance(model, BayesianModule) and model.likelihood is None and likelihood is not None:

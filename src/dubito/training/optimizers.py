@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 
 from dubito.bayesian import BayesianModule
-from dubito.diagnostics import family_name
 from dubito.optim.parameter_groups import parameter_groups
 from dubito.training.config import FitConfig
 from dubito.weights.family import DubitoWarning
@@ -60,48 +59,6 @@ def make_optimizer(
             raise TypeError(f"optimizer(groups) must return a torch optimizer, got {type(made).__name__}")
         return made
     return SGD(groups, lr=lr, momentum=0.9) if by_steps else Adam(groups, lr=lr)
-
-
-def warn_of_lost_implicit_bias(model: nn.Module, optimizer: Optimizer) -> None:
-    """Say what breaks the implicit bias when only the expected loss is minimised, all in one warning.
-
-    Without a KL nothing but the path of (stochastic) gradient descent holds the spread up: it ends at the
-    minimiser nearest to the initialisation in 2-Wasserstein distance. A diagonal covariance has no such
-    minimiser away from a point, adaptive steps change the distance, and decay moves its centre.
-    """
-    if not isinstance(model, BayesianModule):
-        return
-    posteriors = list(model.posteriors())
-    reasons = []
-    diagonal = [slot.name for p in posteriors if p.diagonal for slot in p.slots]
-    if diagonal:
-        kinds = ", ".join(sorted({family_name(type(p)) for p in posteriors if p.diagonal}))
-        reasons.append(
-            f"{kinds} on {_some(diagonal)} has a diagonal covariance, whose variance the expected loss drives to zero: "
-            "it collapses to a point (use LowRankCovariance, or objective='elbo')"
-        )
-    if posteriors and not isinstance(optimizer, SGD):
-        reasons.append(
-            f"{type(optimizer).__name__} rescales each coordinate, so training no longer ends nearest to the prior: "
-            "the implicit bias is lost (use SGD)"
-        )
-    random = {id(p) for posterior in posteriors for p in posterior.parameters()}
-    random |= {id(s.parameter) for p in posteriors if not p.takes_over for s in p.slots}
-    names = {id(p): name for name, p in model.named_parameters()}
-    decayed = [
-        names.get(id(p), "?")
-        for group in optimizer.param_groups
-        if group.get("weight_decay", 0) > 0
-        for p in group["params"]
-        if id(p) in random
-    ]
-    if decayed:
-        reasons.append(
-            f"weight decay on the variational parameters {_some(decayed)} pulls them to zero instead of leaving them "
-            "at the prior: the implicit bias is lost (weight_decay=0 for them)"
-        )
-    if reasons:
-        warnings.warn("objective='expected_loss': " + "; ".join(reasons), DubitoWarning, stacklevel=4)
 
 
 def _groups(
