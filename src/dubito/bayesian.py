@@ -20,8 +20,9 @@ from dubito.likelihoods import Likelihood
 from dubito.monte_carlo import Draws, as_arguments, check_samples, predict, run_draws
 from dubito.predictive import Predictive
 from dubito.priors import WeightPrior
+from dubito.snapshot import Snapshot, squared_wasserstein
 from dubito.swap import Swap, watch_checkpointing
-from dubito.weights.drawn import DrawnWeight
+from dubito.weights.drawn import DrawnWeight, say_fallback, saying_once
 from dubito.weights.family import CapabilityError, Family, WeightPosterior, key_of
 from dubito.weights.slots import recurrent_owners, refresh_recurrent
 
@@ -94,6 +95,7 @@ class BayesianModule(nn.Module):
         self._slots = {slot.name: slot for p in posteriors for slot in p.slots}
         self._recurrent = recurrent_owners(list(self._slots.values()))
         self._needs_loop = False  # set once `vmap` has met an operator without a batching rule
+        self._said: set[tuple[str, str]] = set()  # which operators had no rule for an estimator
         self._lock = threading.RLock()
         watch_checkpointing()
 
@@ -118,7 +120,7 @@ class BayesianModule(nn.Module):
         if not values:
             with self._lock:
                 return self.module(*args, **kwargs)
-        with self._swap(values):
+        with saying_once(self._said), self._swap(values):
             return self.module(*args, **kwargs)
 
     def _swap(self, values: Values) -> Swap:
@@ -126,6 +128,8 @@ class BayesianModule(nn.Module):
         for name, value in values.items():
             slot = self._slots[name]
             if isinstance(value, DrawnWeight) and any(isinstance(o, nn.RNNBase) for o, _ in slot.places):
+                if value.estimator is not None:
+                    say_fallback(value.estimator, type(slot.owner).__name__)
                 value = value.dense()  # the fused kernels take plain weights, drawn once for all time steps
             pairs.append((slot, value))
         return Swap(pairs, self._recurrent, self._lock)
@@ -310,8 +314,9 @@ class BayesianModule(nn.Module):
         For a loss that is a mean over examples, divide by the number of training examples.
 
         Args:
-            method: "auto" (closed form, else the bound for mixtures, else Monte Carlo), "closed", "bound" or
-                "monte_carlo".
+            method: "auto" (closed form, else the bound for mixtures, else Monte Carlo), "closed", "bound",
+                "monte_carlo", or "stick_the_landing" (Monte Carlo whose gradient leaves out the score of q, of mean
+                zero: Roeder et al. 2017).
             samples: draws for Monte Carlo (None: the family's own number).
             generator: source of Monte Carlo noise.
 
@@ -341,6 +346,27 @@ class BayesianModule(nn.Module):
                 assert isinstance(prior, WeightPrior)
                 result[members[0].slots[0].name] = joint_kl(prior, members, method, samples or 1, generator)
         return result
+
+    def snapshot(self) -> Snapshot:
+        """The distribution of the random weights as it is now, frozen, for `wasserstein`.
+
+        Take it before training to keep the prior that an initialisation stands for; without it nothing of the prior
+        stays in memory.
+        """
+        with self._lock:
+            return Snapshot(dict(self.posterior.items()))  # type: ignore[arg-type]
+
+    def wasserstein(self, other: Snapshot | BayesianModule) -> Tensor:
+        """Squared 2-Wasserstein distance to a snapshot (or another such network), differentiable.
+
+        In squared weight units, summed over the random weights; ordinary parameters do not count. Finite also where
+        variances are zero and covariances singular, unlike a KL.
+
+        Raises:
+            CapabilityError: where a family has no closed form.
+            ValueError: if `other` is of other random weights.
+        """
+        return squared_wasserstein(dict(self.posterior.items()), dict(other.posterior.items()))
 
     def nll(self, outputs: Any, y: Tensor) -> Tensor:
         """Mean negative log likelihood of the targets, over the batch (and over leading draws), in nats."""
