@@ -33,7 +33,6 @@ FAMILIES: dict[str, Family] = {
     "radial": dubito.Radial(scale=0.3),
     "full_covariance_unit": dubito.FullCovariance("unit", scale=0.3),
     "full_covariance": dubito.FullCovariance("layer", scale=0.3),
-    "full_covariance_network": dubito.FullCovariance("network", scale=0.3),
     "point": Point(),
 }
 

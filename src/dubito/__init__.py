@@ -1,21 +1,32 @@
 """dubito: Bayesian deep learning in PyTorch. Any module, called with random weights."""
 
+from dubito import last_layer, mup, objectives, theory
 from dubito.bayesian import BayesianModule
 from dubito.conversion import bayesianize
+from dubito.diagnostics import summary
+from dubito.learned_priors import EmpiricalBayes
 from dubito.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from dubito.monte_carlo import Draws
 from dubito.objectives import Elbo, negative_elbo
 from dubito.optim.parameter_groups import parameter_groups
+from dubito.posthoc.temperature import TemperatureScaling
 from dubito.predictive import Predictive
 from dubito.priors import FanIn, Pretrained, ScaleMixture, WeightPrior
+from dubito.pruning import prune, pruning_curve, signal_to_noise, sparse_state_dict
+from dubito.snapshot import Snapshot
+from dubito.training import FitConfig, FitResult, NonFiniteError, fit
 from dubito.weights import (
     CapabilityError,
+    DiagonalCovariance,
     DubitoWarning,
     Family,
+    FullCovariance,
+    KroneckerCovariance,
     LowRankCovariance,
     LowRankFactors,
     MeanField,
     Point,
+    Radial,
     WeightPosterior,
 )
 
@@ -26,24 +37,44 @@ __all__ = [
     "Bernoulli",
     "CapabilityError",
     "Categorical",
+    "DiagonalCovariance",
     "Draws",
     "DubitoWarning",
     "Elbo",
+    "EmpiricalBayes",
     "Family",
     "FanIn",
+    "FitConfig",
+    "FitResult",
+    "FullCovariance",
     "Gaussian",
     "HeteroscedasticGaussian",
+    "KroneckerCovariance",
     "Likelihood",
     "LowRankCovariance",
     "LowRankFactors",
     "MeanField",
+    "NonFiniteError",
     "Point",
     "Predictive",
     "Pretrained",
+    "Radial",
     "ScaleMixture",
+    "Snapshot",
+    "TemperatureScaling",
     "WeightPosterior",
     "WeightPrior",
     "bayesianize",
+    "fit",
+    "last_layer",
+    "mup",
     "negative_elbo",
+    "objectives",
     "parameter_groups",
+    "prune",
+    "pruning_curve",
+    "signal_to_noise",
+    "sparse_state_dict",
+    "summary",
+    "theory",
 ]

@@ -11,14 +11,19 @@ no storage), and a gradient that arrives at the wrapper itself, as `torch.autogr
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
+
+from dubito.weights.family import DubitoWarning
 
 Rule = Callable[..., Any]
 _T = TypeVar("_T", bound="DrawnWeight")
@@ -88,6 +93,11 @@ class DrawnWeight(Tensor):
 
     rules: ClassVar[dict[Any, Rule]] = {}
 
+    @property
+    def estimator(self) -> str | None:
+        """The estimator that an operator without a rule does without, if any ("local", "flipout")."""
+        return None
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.rules = dict(cls.rules)
@@ -117,7 +127,7 @@ class DrawnWeight(Tensor):
         for with_gradient in (True,) if torch.is_grad_enabled() else (True, False):
             if with_gradient in self._memo:
                 return self._memo[with_gradient]
-        with torch.autocast(self.device.type, enabled=False):
+        with _quiet(), torch.autocast(self.device.type, enabled=False):
             value = self.draw_dense()
         self._memo[torch.is_grad_enabled()] = value
         return value
@@ -143,6 +153,9 @@ class DrawnWeight(Tensor):
                 if result is not NotImplemented:
                     return result
         _refuse_write(func, args, kwargs)
+        for value in tree_flatten((args, kwargs))[0]:
+            if isinstance(value, DrawnWeight) and value.estimator and not value._memo:
+                say_fallback(value.estimator, getattr(func, "__name__", str(func)))
         args, kwargs = tree_map(as_dense, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -154,6 +167,43 @@ class DrawnWeight(Tensor):
             f"operator {func} met a structured drawn weight below __torch_function__ (scripted or compiled code "
             'does this). Use the family\'s estimator "weights", which hands dense draws to every operator'
         )
+
+
+_said: ContextVar[set[tuple[str, str]] | None] = ContextVar("said", default=None)
+
+
+@contextlib.contextmanager
+def saying_once(said: set[tuple[str, str]]) -> Iterator[None]:
+    """A call of a network: what it has `said` it does not say again."""
+    token = _said.set(said)
+    try:
+        yield
+    finally:
+        _said.reset(token)
+
+
+def say_fallback(estimator: str, operator: str) -> None:
+    """Warn that an operator got one shared draw in place of `estimator`; once for each network and operator."""
+    said = _said.get()
+    if said is None or (estimator, operator) in said:
+        return
+    said.add((estimator, operator))
+    warnings.warn(
+        f'estimator="{estimator}" has no rule for {operator}: there the call uses one draw of the weight, shared by '
+        'the batch (estimator="weights"). Said once',
+        DubitoWarning,
+        stacklevel=4,
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A dense draw is being made: the operators that make it have no estimator to lose."""
+    token = _said.set(None)
+    try:
+        yield
+    finally:
+        _said.reset(token)
 
 
 def as_dense(value: Any) -> Any:

@@ -25,6 +25,11 @@ class FactoredWeight(DrawnWeight):
     left: Tensor
     right: Tensor
 
+    @property
+    def estimator(self) -> str | None:
+        """The factors' estimator."""
+        return self.left.estimator if isinstance(self.left, DrawnWeight) else None
+
     @classmethod
     def of(cls, left: Tensor, right: Tensor, shape: Sequence[int]) -> FactoredWeight:
         """Wrap two drawn factors."""
@@ -201,7 +206,8 @@ def _convolution(function: Any, spatial: int) -> Any:
             return NotImplemented
         rank, (out, inner, *kernel) = weight.left.shape[1], weight.shape
         area = inner * _product(kernel)
-        if groups * rank * area + out * rank >= out * area:  # the dense kernel is the cheaper one
+        cheaper = groups * rank * area + out * rank >= out * area
+        if cheaper and weight.estimator is None:  # the dense kernel, that is
             return function(input, weight.dense(), as_dense(bias), stride, padding, dilation, groups)
         first = weight.right.mT.reshape(rank, inner, *kernel)
         first = first.repeat(groups, *[1] * (spatial + 1)) if groups > 1 else first
@@ -227,7 +233,7 @@ def _transposed_convolution(function: Any, plain: Any, spatial: int) -> Any:
             return NotImplemented
         rank, (inner, out, *kernel) = weight.left.shape[1], weight.shape
         area = out * _product(kernel)
-        if inner * rank + rank * area >= inner * area:
+        if inner * rank + rank * area >= inner * area and weight.estimator is None:
             return NotImplemented
         hidden = plain(input, weight.left.mT.reshape(rank, inner, *[1] * spatial))
         last = weight.right.mT.reshape(rank, out, *kernel)

@@ -45,6 +45,11 @@ class LocalWeight(DrawnWeight):
         self.mean_, self.sd, self.used = mean, sd, False
         return self
 
+    @property
+    def estimator(self) -> str:
+        """ "local"."""
+        return "local"
+
     def draw_dense(self) -> Tensor:
         """One shared draw, for an operator without a rule."""
         return torch.addcmul(self.mean_, self.sd, torch.randn_like(self.sd))
@@ -80,6 +85,11 @@ class FlipoutWeight(DrawnWeight):
         self.mean_, self.perturbation = mean, perturbation
         return self
 
+    @property
+    def estimator(self) -> str:
+        """ "flipout"."""
+        return "flipout"
+
     def draw_dense(self) -> Tensor:
         """The shared draw, for an operator without a rule."""
         return self.mean_ + self.perturbation
@@ -106,11 +116,7 @@ def _local(
         bias, bias_sd = bias.mean_, bias.sd
     mean = function(input, weight.mean_, as_dense(bias), *options)
     with torch.autocast(input.device.type, enabled=False):  # squares leave the range of half precision
-        wide = (
-            torch.float32
-            if input.dtype in (torch.float16, torch.bfloat16) and weight.sd.dtype == torch.float32
-            else input.dtype
-        )
+        wide = torch.promote_types(input.dtype, torch.float32)
         square, spread = input.to(wide).square(), weight.sd.to(wide).square()
         bias_variance = None if bias_sd is None else bias_sd.to(wide).square()
         deviation = safe_sqrt(function(square, spread, bias_variance, *options)).to(mean.dtype)

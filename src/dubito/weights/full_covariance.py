@@ -9,7 +9,7 @@ rates that its means want. Unit-wise factors are those of Ober & Aitchison (2021
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -193,6 +193,15 @@ class FullCovariancePosterior(WeightPosterior):
             log_diagonal.copy_(spread_of_sd(log_diagonal.exp() * factor, "log"))
             lower.mul_(factor)
 
+    @torch.no_grad()
+    def reset_spread_(self, scales: Mapping[str, float], generator: torch.Generator | None = None) -> None:
+        """Uncorrelated again, each entry at the family's fraction of its initial standard deviation."""
+        for index, block in enumerate(self.blocks):
+            given = {s.name: torch.full_like(s.parameter, scales[s.name]) for s in block.slots}
+            relative = self.family.scale * block.rows(given) / getattr(self, f"unit_{index}")
+            self.log_diagonals[index].copy_(spread_of_sd(relative, "log"))
+            self.lowers[index].zero_()
+
     # ---- drawing ------------------------------------------------------------------------------------------
 
     def noise(self, generator: torch.Generator | None = None) -> Noise:
@@ -209,12 +218,26 @@ class FullCovariancePosterior(WeightPosterior):
             for index, block in enumerate(self.blocks):
                 factor = self._factor(index)
                 eps = noise[str(index)].to(factor.dtype)
-                made.update(block.split((factor @ eps.unsqueeze(-1)).squeeze(-1)))
+                made.update(block.split(torch.einsum("uij,...uj->...ui", factor, eps)))
         return {key_of(s.name): s.parameter + made[s.name].to(s.parameter.dtype) for s in self.slots}
 
     def realize(self, components: Components) -> dict[str, Tensor]:
         """Dense draws."""
         return {slot.name: components[key_of(slot.name)] for slot in self.slots}
+
+    def draw(
+        self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """Dense draws, `sample_shape + parameter shape` by slot name, with the factors made once."""
+        sample_shape = tuple(sample_shape)
+        noises = [self.noise(generator) for _ in range(math.prod(sample_shape))]
+        if not noises:
+            return super().draw(sample_shape, generator)
+        noise = {
+            key: torch.stack([n[key] for n in noises]).reshape(*sample_shape, *value.shape)
+            for key, value in noises[0].items()
+        }
+        return self.realize(self.components(noise))
 
     # ---- divergences --------------------------------------------------------------------------------------
 
@@ -301,7 +324,9 @@ class FullCovariancePosterior(WeightPosterior):
                 f"{type(other).__name__}"
             )
         total: Tensor | None = None
-        for block, theirs, a, b in zip(self.blocks, other.blocks, self.factors(), other.factors(), strict=True):
+        for block, theirs, a, b in zip(
+            self.blocks, other.blocks, self.factors(), other.factors(), strict=True
+        ):
             mine = block.rows({s.name: s.parameter.to(a.dtype) for s in block.slots})
             those = theirs.rows({s.name: s.parameter.to(b.dtype) for s in theirs.slots})
             for unit in range(block.units):

@@ -113,6 +113,12 @@ class RadialPosterior(WeightPosterior):
         """s ← factor·s."""
         self.spread.copy_(spread_of_sd(self.sd() * factor, "log"))
 
+    @torch.no_grad()
+    def reset_spread_(self, scales: Mapping[str, float], generator: torch.Generator | None = None) -> None:
+        """s ← the family's fraction of the initial standard deviation."""
+        sd = torch.full_like(self.spread, self.family.scale * scales[self.slot.name])
+        self.spread.copy_(spread_of_sd(sd, "log"))
+
     # ---- drawing ------------------------------------------------------------------------------------------
 
     def noise(self, generator: torch.Generator | None = None) -> Noise:
