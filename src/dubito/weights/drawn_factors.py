@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.weights.drawn import DrawnWeight, as_dense, rule
+from dubito.weights.drawn_gaussian import LocalWeight
 
 _CONVOLUTIONS: dict[Any, int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 _TRANSPOSED: dict[Any, int] = {F.conv_transpose1d: 1, F.conv_transpose2d: 2, F.conv_transpose3d: 3}
@@ -235,7 +236,10 @@ def _transposed_convolution(function: Any, plain: Any, spatial: int) -> Any:
         area = out * _product(kernel)
         if inner * rank + rank * area >= inner * area and weight.estimator is None:
             return NotImplemented
-        hidden = plain(input, weight.left.mT.reshape(rank, inner, *[1] * spatial))
+        # Where kernels overlap, an output sums hidden values at several places, all of one draw of A: outputs may be
+        # drawn at the second stage only.
+        left = weight.left.dense() if isinstance(weight.left, LocalWeight) else weight.left
+        hidden = plain(input, left.mT.reshape(rank, inner, *[1] * spatial))
         last = weight.right.mT.reshape(rank, out, *kernel)
         return function(hidden, last, bias, stride, padding, output_padding, groups, dilation)
 
