@@ -171,18 +171,22 @@ def image_grid(images: Tensor, captions: Sequence[str], columns: int = 6) -> Fig
         raise ValueError(f"images must be (N, 1 or 3, H, W) with N ≥ 1; got {tuple(images.shape)}")
     if len(captions) != len(images):
         raise ValueError(f"there must be one caption an image; got {len(captions)} for {len(images)}")
-    rows, lines = -(-len(images) // columns), 1 + max(caption.count("\n") for caption in captions)
-    figure = _figure(rows * (_WIDTH / columns + 0.05 + 0.13 * lines))
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for axes in grid.flat:
-        axes.set(xticks=[], yticks=[])
-    for axes, image, caption in zip(grid.flat, images.detach().cpu(), captions, strict=False):
+    side, line = _WIDTH / columns, 0.13  # inches
+    below = line * (1 + max(caption.count("\n") for caption in captions)) + 0.08
+    rows, aspect = -(-len(images) // columns), images.shape[-2] / images.shape[-1]
+    step = 0.92 * side * aspect + below
+    figure = _figure(rows * step)
+    figure.set_layout_engine("none")
+    axes = figure.add_axes((0, 0, 1, 1))  # one for all: an axes an image takes seconds to lay out
+    for i, (image, caption) in enumerate(zip(images.detach().cpu(), captions, strict=True)):
+        left, top = (i % columns + 0.04) * side, (i // columns) * step
         picture = image[0] if len(image) == 1 else image.permute(1, 2, 0)
-        axes.imshow(picture.numpy(), cmap="gray", vmin=0, vmax=1, interpolation="none")
-        axes.set_xlabel(caption, labelpad=2)
-    for axes in _inked(figure).axes:
-        axes.spines[:].set_visible(False)
-        axes.xaxis.label.set_fontsize(8)
+        box = (left, left + 0.92 * side, top + 0.92 * side * aspect, top)
+        axes.imshow(picture.numpy(), cmap="gray", vmin=0, vmax=1, interpolation="none", extent=box)
+        place = (left + 0.46 * side, top + 0.92 * side * aspect + 0.03)
+        axes.text(*place, caption, fontsize=8, ha="center", va="top", color=INK)
+    axes.set(xlim=(0, _WIDTH), ylim=(rows * step, 0))
+    axes.axis("off")
     return figure
 
 

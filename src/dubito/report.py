@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FILE_NAME = "report.html"
+_STACKED = (
+    5  # columns that fit on a telephone once the rows' names stand above their cells; more are scrolled
+)
 
 
 class ReportFolderError(OSError):
@@ -29,7 +32,7 @@ class ReportFolderError(OSError):
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, what it shows in words (for those who cannot see it), and a caption under it."""
+    """A figure, what it shows in words (for those who cannot see it), and a caption above it."""
 
     figure: Figure
     alt: str
@@ -141,8 +144,11 @@ def _table(table: Table) -> str:
         rows.append(f'<tr><th scope="row">{escape(row.label)}{note}</th>{cells}</tr>')
     caption = f"<caption>{escape(table.caption)}</caption>" if table.caption else ""
     inner = f"{caption}<thead><tr><td></td>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    kind = (
+        f' class="stacked" style="--columns: {len(table.columns)}"' if len(table.columns) <= _STACKED else ""
+    )
     # tabindex: what scrolls sideways must be reachable by keyboard
-    return f'<div class="wide" tabindex="0" role="region" aria-label="results"><table>{inner}</table></div>'
+    return f'<div class="wide" tabindex="0" role="region" aria-label="results"><table{kind}>{inner}</table></div>'
 
 
 def _section(section: Section, prefix: str) -> str:
@@ -159,7 +165,7 @@ def _section(section: Section, prefix: str) -> str:
 
 def _picture(picture: Picture, prefix: str) -> str:
     caption = f"<figcaption>{escape(picture.caption)}</figcaption>" if picture.caption else ""
-    return f"<figure>{to_svg(picture.figure, picture.alt, prefix)}{caption}</figure>"
+    return f"<figure>{caption}{to_svg(picture.figure, picture.alt, prefix)}</figure>"
 
 
 _STYLE = """
@@ -187,14 +193,21 @@ small { display: block; font-weight: 400; font-size: .8rem; color: var(--quiet);
 dt { font-weight: 600; margin-top: .6rem; }
 dd { margin: 0; }
 .pictures { display: grid; gap: 1rem 2rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 19rem), 1fr)); }
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); }
 figure { margin: .5rem 0; max-width: 32rem; }
 figure svg { display: block; width: 100%; height: auto; }
-figcaption { font-size: .9rem; color: var(--quiet); margin-top: .3rem; }
+figcaption { font-size: .9rem; color: var(--quiet); margin-bottom: .3rem; }
 @media (max-width: 40rem) {
-  th, td { padding: .35rem .4rem; font-size: .85rem; }
-  tbody th { min-width: 6.5rem; max-width: 7.5rem; }
-  thead th { hyphens: auto; }
+  th, td { padding: .3rem .25rem; font-size: .8rem; }
+  thead th { font-size: .72rem; overflow-wrap: anywhere; }
+  tbody th { max-width: 8rem; }
+  .stacked, .stacked thead, .stacked tbody, .stacked caption { display: block; }
+  .stacked tr { display: grid; grid-template-columns: repeat(var(--columns), minmax(0, 1fr)); }
+  .stacked thead td { display: none; }
+  .stacked th, .stacked td { border-bottom: 0; text-align: right; white-space: normal; }
+  .stacked tbody th { grid-column: 1 / -1; max-width: none; text-align: left; position: static;
+    border-top: 1px solid var(--line); padding-bottom: 0; }
+  .stacked small { display: inline; margin-left: .5rem; }
 }
 @media print { .wide { overflow: visible; } section { break-inside: avoid; } }
 """
