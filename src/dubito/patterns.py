@@ -79,6 +79,8 @@ def show(pattern: Pattern) -> str:
 
 
 def _check_types(families: object) -> None:
+    if isinstance(families, type) and issubclass(families, Family):
+        raise TypeError(f"families is the class {families.__name__}: give an instance, {families.__name__}(…)")
     if not isinstance(families, Mapping):
         raise TypeError(
             f"families must be a family such as dubito.MeanField() or a mapping from patterns to families, "
