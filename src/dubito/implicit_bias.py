@@ -17,7 +17,8 @@ from torch.optim import SGD, Optimizer
 from dubito.weights.family import DubitoWarning, WeightPosterior
 
 _DIAGONAL = (
-    "is diagonal, and the expected loss drives the variance of every weight that has an effect to zero"
+    "is diagonal, and the expected loss drives the variance of every weight that has an effect to zero: it collapses "
+    "to a point"
 )
 _said: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
@@ -39,8 +40,7 @@ def lost_implicit_bias(
     reasons = []
     for kind, why, names in _collapsing(posteriors):
         reasons.append(
-            f"the covariance of {kind} on {_some(names)} {why}: it collapses to a point (use LowRankCovariance, or "
-            "an ELBO)"
+            f"the covariance of {kind} on {_some(names)} {why} (use LowRankCovariance, or an ELBO)"
         )
     adaptive = _adaptive(optimizer)
     if posteriors and adaptive:

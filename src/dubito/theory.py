@@ -146,7 +146,7 @@ def max_margin_limit(X: Tensor, y: Tensor, prior: Prior) -> LinearGaussian:
 def max_margin_direction(X: Tensor, y: Tensor) -> Tensor:
     """The hard-margin support-vector solution without a bias: min ||w||² such that `y_n x_nᵀw >= 1`, (P,).
 
-    Solved exactly from the dual, min ½aᵀKa - 1ᵀa over a >= 0, by an active-set method (Lawson & Hanson 1974).
+    Solved exactly, as a problem of non-negative least squares (least-distance programming, Lawson & Hanson 1974).
 
     Args:
         X: inputs (N, P).
@@ -159,9 +159,12 @@ def max_margin_direction(X: Tensor, y: Tensor) -> Tensor:
     if not bool(((y == 1) | (y == -1)).all() | ((y == 1) | (y == 0)).all()):
         raise ValueError(f"y must hold labels -1 and 1, or 0 and 1, got {y.unique().tolist()[:5]}")
     Z = signs[:, None] * X
-    dual = _nonnegative_dual(Z @ Z.mT)
-    w = Z.mT @ dual
-    if not bool((Z @ w >= 1.0 - 1e-6).all()):
+    E = torch.cat([Z, Z.new_ones(len(Z), 1)], 1).mT  # the least-distance problem as one of least squares
+    goal = E.new_zeros(len(E))
+    goal[-1] = 1.0
+    residual = E @ _nonnegative_least_squares(E, goal) - goal
+    w = residual[:-1] / -residual[-1].clamp_max(-torch.finfo(E.dtype).tiny)
+    if not bool((Z @ w >= 1.0 - 1e-4).all()):
         raise ValueError(
             "the data are not linearly separable by a hyperplane through the origin, so there is no maximum margin"
         )
@@ -190,28 +193,26 @@ def _problem(X: Tensor, y: Tensor, prior: Prior) -> tuple[LinearGaussian, Tensor
     return start, design(X, start.mean.numel(), start.bias).to(start.mean), y.reshape(-1).to(start.mean)
 
 
-def _nonnegative_dual(K: Tensor) -> Tensor:
-    """argmin ½aᵀKa - 1ᵀa over a >= 0."""
-    a = K.new_zeros(len(K))
-    active = torch.zeros(len(K), dtype=torch.bool, device=K.device)
-    for _ in range(10 * len(K)):
-        slope = 1.0 - K @ a
-        slope[active] = 0.0
-        worst = slope.argmax()
-        if slope[worst] <= 1e-10:
+def _nonnegative_least_squares(E: Tensor, goal: Tensor) -> Tensor:
+    """argmin ||E u - goal|| over u >= 0, by the active-set method of Lawson & Hanson (1974, chapter 23)."""
+    u = E.new_zeros(E.shape[1])
+    active = torch.zeros(len(u), dtype=torch.bool, device=E.device)
+    tolerance = 100.0 * torch.finfo(E.dtype).eps * float(E.abs().max())
+    for _ in range(10 * len(u)):
+        slope = E.mT @ (goal - E @ u)
+        slope[active] = -torch.inf
+        if not bool(slope.max() > tolerance):
             break
-        active[worst] = True
-        while True:
-            target = torch.zeros_like(a)
-            target[active] = torch.linalg.lstsq(
-                K[active][:, active], K.new_ones(int(active.sum()), 1), driver="gelsd" if K.is_cpu else None
-            ).solution[:, 0]
+        active[slope.argmax()] = True
+        while bool(active.any()):
+            target = torch.zeros_like(u)
+            target[active] = torch.linalg.pinv(E[:, active]) @ goal
             below = active & (target <= 0.0)
             if not bool(below.any()):
-                a = target
+                u = target
                 break
-            step = (a[below] / (a[below] - target[below])).min()
-            a = a + step * (target - a)
-            active &= a > 1e-14
-            a = torch.where(active, a, 0.0)
-    return a
+            step = (u[below] / (u[below] - target[below])).min()
+            u = u + step * (target - u)
+            active = active & (u > tolerance)
+            u = torch.where(active, u, 0.0)
+    return u

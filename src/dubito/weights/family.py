@@ -107,8 +107,8 @@ class WeightPosterior(nn.Module, ABC):
         takes_over: whether the dense parameters leave storage (factored families).
         estimators: the estimators this posterior offers for training, the default first.
         diagonal: whether the covariance is diagonal (its expected loss collapses it to a point).
-        collapses: why the expected loss alone drives this covariance to zero where it is not diagonal, to follow "the
-            covariance …" in a warning; None where it does not.
+        collapses: what the expected loss alone does to this covariance where it is not diagonal, to follow "the
+            covariance of …" in a warning; None where the implicit bias keeps what no data speak of.
     """
 
     takes_over: ClassVar[bool] = False

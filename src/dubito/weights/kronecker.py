@@ -2,7 +2,8 @@
 
 The bias is an extra input column of the matrix, so `Cov(vec W) = C_in ⊗ C_out` with `C_in = S_in S_inᵀ` and
 `C_out = S_out S_outᵀ`. There for comparison: the two factors multiply each other, which the theory of the implicit
-bias does not cover, and the expected loss alone drives one of them, and with it the whole spread, to zero.
+bias does not cover: the expected loss alone shrinks also what no data speak of, by an amount that depends on how the
+same covariance was split between the factors, and up to the whole spread.
 """
 
 from __future__ import annotations
@@ -98,7 +99,10 @@ class KroneckerCovariancePosterior(WeightPosterior):
         notes: ranks that were clipped.
     """
 
-    collapses = "is a product of two factors, one of which the expected loss drives to zero, and all variance with it"
+    collapses = (
+        "is a product of two factors, so the expected loss shrinks what no data speak of with what they do: the "
+        "implicit bias is lost, up to a collapse to a point"
+    )
 
     def __init__(self, group: Group, family: KroneckerCovariance) -> None:
         super().__init__(group)

@@ -114,7 +114,7 @@ class LowRankFactorsPosterior(WeightPosterior):
 
     takes_over = True
     estimators = ("weights", "local", "flipout")
-    collapses = "is one of independent factor entries, whose variances the expected loss drives to zero"
+    collapses = "has independent factor entries, whose variances the expected loss drives to zero: it ends in a point"
 
     def __init__(self, group: Group, family: LowRankFactors) -> None:
         super().__init__(group)
