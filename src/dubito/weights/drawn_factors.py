@@ -162,9 +162,9 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if max_norm is not None or weight.ndim != 2:
+    if max_norm is not None or scale_grad_by_freq or weight.ndim != 2:
         return NotImplemented
-    rows = F.embedding(input, weight.left, scale_grad_by_freq=scale_grad_by_freq)
+    rows = F.embedding(input, weight.left)
     return _keep_padding(F.linear(rows, weight.right), input, padding_idx, weight.shape[0])
 
 
