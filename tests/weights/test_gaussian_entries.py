@@ -24,7 +24,7 @@ PRIORS: dict[str, Any] = {
     "standard": Normal(0.0, 1.0),
     "shifted": Normal(0.3, 0.5),
     "scale for each entry": Normal(0.0, torch.linspace(0.2, 2.0, 12).double().reshape(3, 4)),
-    "both for each entry": Normal(torch.linspace(-1.0, 1.0, 12).double().reshape(3, 4), torch.full((3, 4), 0.7).double()),
+    "both for each entry": Normal(torch.arange(12.0).double().reshape(3, 4) / 6, torch.full((3, 4), 0.7).double()),
 }  # fmt: skip
 
 
@@ -45,7 +45,9 @@ def plain(
     """The same draw and KL by ordinary autograd and `torch.distributions`."""
     torch.manual_seed(seed)
     eps = torch.randn_like(mean)
-    total = nll * loss_of(mean + spread.exp() * eps) + kl * kl_divergence(Normal(mean, spread.exp()), prior).sum()
+    total = (
+        nll * loss_of(mean + spread.exp() * eps) + kl * kl_divergence(Normal(mean, spread.exp()), prior).sum()
+    )
     return torch.autograd.grad(total, (mean, spread))
 
 
@@ -116,21 +118,23 @@ def test_t01_the_kl_is_positive_and_least_at_the_prior() -> None:
     assert bool((values > -1e-12).all())
     assert float(sd[values.argmin()]) == pytest.approx(0.0, abs=1e-6)
     # the value of which the flipped sign makes -3.499
-    assert float(entries_kl(torch.zeros(1).double(), torch.full((1,), -3.0).double(), "log", prior)) == pytest.approx(
-        2.501, abs=1e-3
-    )
+    assert float(
+        entries_kl(torch.zeros(1).double(), torch.full((1,), -3.0).double(), "log", prior)
+    ) == pytest.approx(2.501, abs=1e-3)
 
 
-def test_a_kl_without_closed_form_is_as_near_as_its_draws() -> None:
+def test_the_kl_to_a_prior_that_is_not_gaussian() -> None:
     mean, spread = parameters()
     prior = ParameterPrior(Laplace(0.0, 0.8))
     generator = torch.Generator().manual_seed(0)
-    value = entries_kl(mean, spread, "log", prior, samples=20_000, generator=generator)
+    value = entries_kl(mean, spread, "log", prior)
+    drawn = entries_kl(mean, spread, "log", prior, method="monte_carlo", samples=20_000, generator=generator)
     grid = torch.linspace(-12, 12, 48_001).double()
     q = Normal(mean.detach().reshape(-1, 1), spread.detach().exp().reshape(-1, 1))
     p = Laplace(torch.tensor(0.0).double(), torch.tensor(0.8).double())
     expected = (q.log_prob(grid).exp() * (q.log_prob(grid) - p.log_prob(grid))).sum() * (grid[1] - grid[0])
-    assert float(value) == pytest.approx(float(expected), abs=0.15)
+    assert float(value) == pytest.approx(float(expected), abs=1e-3)
+    assert float(drawn) == pytest.approx(float(expected), abs=0.15)
     with pytest.raises(NotImplementedError, match="no closed form"):
         entries_kl(mean, spread, "log", ParameterPrior(dubito.ScaleMixture(0.5, 1.0, 0.1)), method="closed")
 
@@ -237,7 +241,9 @@ def test_backward_after_a_change_of_the_parameters_raises() -> None:
     loss = bayes(x).square().sum()
     with torch.no_grad():
         next(iter(bayes.posteriors())).spread.add_(1.0)
-    with pytest.raises(RuntimeError, match=r"changed in place between the forward pass and backward.*draw again"):
+    with pytest.raises(
+        RuntimeError, match=r"changed in place between the forward pass and backward.*draw again"
+    ):
         loss.backward()
     kl = bayes.kl()
     with torch.no_grad():
