@@ -8,6 +8,7 @@ memory traffic, so one autograd function does both: it reads the parameters once
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Normal
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dubito.divergences import KLMethod, kl_divergence
 from dubito.priors import ParameterPrior
@@ -91,7 +93,7 @@ def entries_kl(
         mean, spread = mean.float(), spread.float()
     sd = sd_of(spread, parametrization)
     if moments is not None:
-        return _kl_value(mean, log_sd_of(spread, parametrization), sd, *moments)
+        return _kl_value(mean, log_sd_of(spread, parametrization).sum(), sd, *moments)
     mixture = prior.scale_mixture() if method in ("auto", "bound") else None
     if mixture is not None:
         return scale_mixture_bound(mean, log_sd_of(spread, parametrization), sd, *mixture)
@@ -106,46 +108,74 @@ class Pending:
     Attributes:
         kl: the KL.
         tensors: the mean, the spread, and the parameters of a learned prior.
-        versions: theirs when it was made.
+        marks: what would tell of a change of theirs, when it was made.
     """
 
     kl: Tensor
     tensors: tuple[Tensor, ...]
-    versions: tuple[int, ...]
+    marks: tuple[int, ...]
 
     @classmethod
     def of(cls, kl: Tensor, *tensors: Tensor) -> Pending:
         """Keep `kl` as that of the present values of `tensors`."""
-        return cls(kl, tensors, tuple(t._version for t in tensors))
+        return cls(kl, tensors, _marks(tensors))
 
     def valid(self, *tensors: Tensor) -> bool:
         """Whether it is still the KL of these parameters."""
         same = len(tensors) == len(self.tensors) and all(
             a is b for a, b in zip(tensors, self.tensors, strict=True)
         )
-        return same and self.versions == tuple(t._version for t in tensors) and torch.is_grad_enabled()
+        return same and self.marks == _marks(tensors) and torch.is_grad_enabled()
+
+
+_optimizer_steps = 0
+
+
+def _count_step(*_: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+# Fused optimisers write parameters without raising their version, conversions (`.to`) without changing the object.
+register_optimizer_step_post_hook(_count_step)
+
+
+def _marks(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return (_optimizer_steps, *(t._version for t in tensors), *(t.data_ptr() for t in tensors))
 
 
 Moment = Tensor | float  # a float where the prior is the same for all entries: exact, and no synchronisation
 
 
-def _kl_value(mean: Tensor, log_sd: Tensor, sd: Tensor, loc: Moment, scale: Moment) -> Tensor:
+def _kl_value(mean: Tensor, log_sd_sum: Tensor, sd: Tensor, loc: Moment, scale: Moment) -> Tensor:
     """sum log(scale/s) + (s² + (m - loc)²) / (2 scale²) - 1/2, in as few passes as the prior's shape allows."""
     if _varies(scale) or isinstance(loc, Tensor):
         wide = scale if isinstance(scale, Tensor) else torch.full_like(mean, scale)
         terms = ((mean - loc).square() + sd.square()) / (2 * wide.square()) + torch.log(wide)
-        return terms.sum() - log_sd.sum() - 0.5 * mean.numel()
+        return terms.sum() - log_sd_sum - 0.5 * mean.numel()
     m, s = mean.reshape(-1), sd.reshape(-1)
+    if not isinstance(scale, Tensor) and loc == 0:  # the usual prior; a number costs least as an `alpha`
+        constant = log_sd_sum.new_full((), m.numel() * (math.log(scale) - 0.5))
+        half_precision = 0.5 / scale**2
+        value = torch.add(constant, torch.dot(s, s), alpha=half_precision)
+        return torch.add(value, torch.dot(m, m), alpha=half_precision) - log_sd_sum
     squares = torch.dot(s, s) + torch.dot(m, m)
     if loc != 0:
         squares = squares - 2 * loc * m.sum() + m.numel() * loc**2
     log_scale = scale.log() if isinstance(scale, Tensor) else math.log(scale)
-    return squares / (2 * scale**2) - log_sd.sum() + m.numel() * (log_scale - 0.5)
+    return squares / (2 * scale**2) - log_sd_sum + m.numel() * (log_scale - 0.5)
 
 
 def _varies(moment: Moment) -> bool:
     """Whether it differs from entry to entry; a learned scale is a tensor of one number."""
     return isinstance(moment, Tensor) and moment.numel() > 1
+
+
+def _sd_and_log_sum(spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Standard deviations, and the sum of their logarithms, in one new tensor's memory."""
+    sd = spread.clamp(*LOG_SD_RANGE)
+    log_sd_sum = sd.sum()
+    return sd.exp_(), log_sd_sum
 
 
 class _SampleAndKL(torch.autograd.Function):
@@ -158,19 +188,25 @@ class _SampleAndKL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, spread: Tensor, loc: Moment, scale: Moment) -> tuple[Tensor, Tensor]:
-        log_sd = spread.clamp(*LOG_SD_RANGE)
-        sd = log_sd.exp()
+        sd, log_sd_sum = _sd_and_log_sum(spread)
         eps = torch.randn_like(sd)
         weight = torch.addcmul(mean, sd, eps)
         ctx.set_materialize_grads(False)
         ctx.inputs = (mean, spread, mean._version, spread._version)
         ctx.kept = (sd, eps, loc, scale)
-        return weight, _kl_value(mean, log_sd, sd, loc, scale)
+        return weight, _kl_value(mean, log_sd_sum, sd, loc, scale)
 
     @staticmethod
     def backward(ctx: Any, grad_weight: Tensor | None, grad_kl: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        mean, _ = _unchanged(ctx)
+        mean, spread = _unchanged(ctx)
         sd, eps, loc, scale = ctx.kept
+        if torch.is_grad_enabled():
+            sd = sd_of(spread, "log")
+            again = (
+                torch.addcmul(mean, sd, eps),
+                _kl_value(mean, spread.clamp(*LOG_SD_RANGE).sum(), sd, loc, scale),
+            )
+            return differentiable_gradients(ctx, again, (grad_weight, grad_kl), (mean, spread, loc, scale))
         if grad_weight is None:
             return (None,) * 4 if grad_kl is None else _kl_gradients(ctx, mean, sd, loc, scale, grad_kl)
         grad_spread = grad_weight * eps
@@ -189,16 +225,18 @@ class _GaussianKL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, spread: Tensor, loc: Moment, scale: Moment) -> Tensor:
-        log_sd = spread.clamp(*LOG_SD_RANGE)
-        sd = log_sd.exp()
+        sd, log_sd_sum = _sd_and_log_sum(spread)
         ctx.inputs = (mean, spread, mean._version, spread._version)
         ctx.kept = (sd, loc, scale)
-        return _kl_value(mean, log_sd, sd, loc, scale)
+        return _kl_value(mean, log_sd_sum, sd, loc, scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        mean, _ = _unchanged(ctx)
+        mean, spread = _unchanged(ctx)
         sd, loc, scale = ctx.kept
+        if torch.is_grad_enabled():
+            again = _kl_value(mean, spread.clamp(*LOG_SD_RANGE).sum(), sd_of(spread, "log"), loc, scale)
+            return differentiable_gradients(ctx, (again,), (grad,), (mean, spread, loc, scale))
         return _kl_gradients(ctx, mean, sd, loc, scale, grad)
 
 
@@ -219,6 +257,32 @@ def _scale_gradient(
         return None
     squares = (mean - loc).square().add_(sd.square())
     return ((1.0 - squares / scale.square()) * (grad / scale)).sum_to_size(scale.shape)
+
+
+def differentiable_gradients(
+    ctx: Any, outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """What a fused backward gives, made so that it can be differentiated again (`create_graph=True`).
+
+    Args:
+        ctx: the function's context.
+        outputs: made once more from `inputs`, by ordinary operators.
+        gradients: of the outputs; None where one is not used.
+        inputs: all arguments of the function.
+    """
+    used = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+    wanted = [i for i, needed in enumerate(ctx.needs_input_grad) if needed]
+    if not used or not wanted:
+        return (None,) * len(inputs)
+    made = torch.autograd.grad(
+        [o for o, _ in used],
+        [inputs[i] for i in wanted],
+        [g for _, g in used],
+        create_graph=True,
+        allow_unused=True,
+    )
+    by_input = dict(zip(wanted, made, strict=True))
+    return tuple(by_input.get(i) for i in range(len(inputs)))
 
 
 def _unchanged(ctx: Any) -> tuple[Tensor, Tensor]:
