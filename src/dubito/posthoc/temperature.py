@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from dubito.bayesian import BayesianModule
-from dubito.conversion import bayesianize
-from dubito.likelihoods import Bernoulli, Categorical, Likelihood
+from dubito.likelihoods import Bernoulli, Categorical, Likelihood, likelihood_from_config
 from dubito.monte_carlo import Draws, check_samples, evaluating
 from dubito.predictive import Predictive
 from dubito.scalar_checks import positive
-from dubito.weights.point import Point
 
 _GRID = 61
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
@@ -164,10 +162,16 @@ class TemperatureScaling(nn.Module):
 
 
 def _as_bayesian(model: nn.Module, likelihood: Likelihood | None) -> BayesianModule:
+    """A plain module as a network without random weights."""
     if isinstance(model, BayesianModule):
         return model
-    training = model.training if isinstance(model, nn.Module) else True
-    return bayesianize(model, Point(), likelihood=likelihood).train(training)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+    if likelihood is None:
+        likelihood = likelihood_from_config(getattr(model, "config", None))
+    bayes = BayesianModule(model, [], {}, likelihood, None)
+    bayes.training = model.training
+    return bayes
 
 
 def _collect(
