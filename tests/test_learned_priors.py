@@ -46,12 +46,16 @@ def test_the_learned_scale_maximises_the_exact_evidence() -> None:
     (learned,) = gains(bayes).values()
     grid = torch.linspace(-2, 2, 801, dtype=torch.float64).exp()
     noise = 0.25 * torch.eye(60, dtype=torch.float64)
-    evidence = [MultivariateNormal(torch.zeros(60).double(), x @ x.mT * s**2 + noise).log_prob(y) for s in grid]
+    evidence = [
+        MultivariateNormal(torch.zeros(60).double(), x @ x.mT * s**2 + noise).log_prob(y) for s in grid
+    ]
     best = float(grid[torch.stack(evidence).argmax()])
     assert float(learned.detach().exp()) == pytest.approx(best, rel=0.02)
 
 
-@pytest.mark.parametrize("family", [MeanField(), FullCovariance("layer"), Radial(), MeanField(parametrization="softplus")])
+@pytest.mark.parametrize(
+    "family", [MeanField(), FullCovariance("layer"), Radial(), MeanField(parametrization="softplus")]
+)
 def test_kl_and_its_gradient_are_those_of_the_formula(family: dubito.Family) -> None:
     """At gain g: the KL to Normal(0, g·fan_in^-1/2), and its derivative in log g by finite differences."""
     bayes = dubito.bayesianize(net().double(), family, prior=EmpiricalBayes(gain=1.7))
@@ -107,7 +111,9 @@ def test_sharing_and_the_optimiser(share: str, number: int) -> None:
 
 
 def test_factors_learn_one_gain_each_and_do_not_decay_it() -> None:
-    bayes = dubito.bayesianize(net(), {"*.weight": LowRankFactors(rank=1, init="svd", prior=EmpiricalBayes())})
+    bayes = dubito.bayesianize(
+        net(), {"*.weight": LowRankFactors(rank=1, init="svd", prior=EmpiricalBayes())}
+    )
     found = list(gains(bayes).values())
     assert len(found) == 4
     bayes.kl().backward()
@@ -156,7 +162,9 @@ def test_the_base_may_be_pretrained() -> None:
     assert moments is not None
     assert torch.equal(torch.as_tensor(moments[0]), centre)
     assert float(moments[1]) == pytest.approx(0.5 * 4**-0.5)
-    assert float(bayes.kl("monte_carlo", samples=300).detach()) == pytest.approx(float(bayes.kl().detach()), rel=0.1)
+    assert float(bayes.kl("monte_carlo", samples=300).detach()) == pytest.approx(
+        float(bayes.kl().detach()), rel=0.1
+    )
 
 
 def test_bad_input() -> None:

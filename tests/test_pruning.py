@@ -109,7 +109,8 @@ def test_a_pruned_network_takes_less_room_and_comes_back_equal() -> None:
     x = torch.randn(3, 20)
     assert torch.equal(fresh(x), pruned(x))
     stored = sum(
-        t.values().numel() * 4 + t.indices().numel() * 8 if t.is_sparse else t.numel() * 4 for t in state.values()
+        t.values().numel() * 4 + t.indices().numel() * 8 if t.is_sparse else t.numel() * 4
+        for t in state.values()
     )
     assert stored < 0.4 * flat(pruned).numel() * 4
     whole = sparse_state_dict(bayesian().module)
@@ -161,5 +162,5 @@ def test_a_posterior_with_nan_is_named() -> None:
     bayes = bayesian()
     with torch.no_grad():
         next(iter(bayes.posteriors())).spread[0, 0] = math.nan  # type: ignore[operator, index]
-    with pytest.raises(ValueError, match="'0.weight' contains NaN"):
+    with pytest.raises(ValueError, match=r"'0\.weight' contains NaN"):
         prune(bayes, 0.5)

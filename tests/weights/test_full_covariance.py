@@ -256,7 +256,7 @@ def test_too_large_a_factor_is_refused_with_its_size() -> None:
     before = [p.clone() for p in net.parameters()]
     with pytest.raises(ValueError, match=r"445,632,100 entries \(1.78 GB.*21,110 parameters.*max_entries"):
         dubito.bayesianize(net, FullCovariance("network", max_entries=2**27))
-    with pytest.raises(ValueError, match='group="unit" takes 16.2 MB'):
+    with pytest.raises(ValueError, match=r'group="unit" takes 16\.2 MB'):
         dubito.bayesianize(net, {"0": FullCovariance("layer")})
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     dubito.bayesianize(net, FullCovariance("unit"))
