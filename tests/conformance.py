@@ -26,6 +26,8 @@ FAMILIES: dict[str, Family] = {
     "mean_field_flipout": MeanField(scale=0.3, estimator="flipout"),
     "mean_field_softplus": MeanField(scale=0.3, parametrization="softplus"),
     "low_rank_covariance": LowRankCovariance(rank=2),
+    "diagonal_covariance": dubito.DiagonalCovariance(scale=0.3),
+    "kronecker_covariance": dubito.KroneckerCovariance(rank_in=2, rank_out=2),
     "factors_random": LowRankFactors(rank=2, init="random"),
     "factors_svd": LowRankFactors(rank=1, init="svd", scale=0.3),
     "factors_local": LowRankFactors(rank=2, init="svd", estimator="local"),
