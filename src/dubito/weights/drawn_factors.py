@@ -38,6 +38,12 @@ class FactoredWeight(DrawnWeight):
         self.left, self.right = left, right
         return self
 
+    def begin_recomputation(self) -> None:
+        """The factors' business."""
+        for factor in (self.left, self.right):
+            if isinstance(factor, DrawnWeight):
+                factor.begin_recomputation()
+
     def draw_dense(self) -> Tensor:
         """`A Bᵀ` in the parameter's shape."""
         return (self.left @ self.right.mT).reshape(self.shape)
@@ -55,7 +61,7 @@ class EmbeddingRows(DrawnWeight):
     right: Tensor
     drawn: Tensor
     row_noise: Tensor
-    laplace: bool
+    source: torch.Generator
 
     @classmethod
     def of(cls, left_mean: Tensor, left_sd: Tensor, right: Tensor) -> EmbeddingRows:
@@ -67,14 +73,17 @@ class EmbeddingRows(DrawnWeight):
         self.row_noise = torch.empty_like(
             left_mean, requires_grad=False
         )  # filled row by row: untouched pages cost nothing
+        # A source of its own: a block that is run again finds its rows drawn, and must not find the global generator,
+        # hence its dropout, elsewhere than the first time.
+        self.source = torch.Generator(left_mean.device)
+        self.source.manual_seed(int(torch.randint(2**62, ()).item()))
         return self
 
     def rows(self, tokens: Tensor) -> Tensor:
         """The drawn rows of `A` for distinct `tokens`: (len(tokens), r)."""
         new = tokens[~self.drawn[tokens]]
-        self.row_noise[new] = torch.randn(
-            len(new), self.left_mean.shape[1], dtype=self.left_mean.dtype, device=self.left_mean.device
-        )
+        shape, like = (len(new), self.left_mean.shape[1]), self.left_mean
+        self.row_noise[new] = torch.randn(shape, generator=self.source, dtype=like.dtype, device=like.device)
         self.drawn[new] = True
         noise = self.row_noise[tokens]
         return F.embedding(tokens, self.left_mean) + F.embedding(tokens, self.left_sd) * noise
