@@ -109,8 +109,13 @@ def test_wasserstein_against_the_dense_formula() -> None:
         one.wasserstein(next(iter(dubito.bayesianize(two_layers(), dubito.MeanField()).posteriors())))
 
 
-@pytest.mark.parametrize("options", [{"rank": 0}, {"rank": -2}, {"rank": 2.0}, {"rank": True},
-                                     {"rank": 2, "scale": 0.0}, {"rank": 2, "scale": float("nan")}], ids=str)  # fmt: skip
+BAD: list[dict[str, Any]] = [
+    *({"rank": rank} for rank in (0, -2, 2.0, True)),
+    *({"rank": 2, "scale": scale} for scale in (0.0, float("nan"))),
+]
+
+
+@pytest.mark.parametrize("options", BAD, ids=str)
 def test_bad_arguments(options: dict[str, Any]) -> None:
     name = list(options)[-1]
     with pytest.raises(ValueError, match=rf"{name}=.* must be"):

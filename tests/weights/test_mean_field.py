@@ -38,7 +38,7 @@ def test_t12_t17_every_posterior_starts_at_one_fraction_of_the_fan_in_scale(para
 
 def test_means_are_the_networks_own_parameters() -> None:
     module = net()
-    own = {n: p for n, p in module.named_parameters()}
+    own = dict(module.named_parameters())
     bayes = dubito.bayesianize(module, MeanField())
     for name, posterior in posteriors(bayes).items():
         assert posterior.mean()[name] is own[name]
@@ -213,8 +213,15 @@ def test_draws_take_any_leading_shape_and_a_generator() -> None:
     assert posterior.draw()["0.weight"].shape == (5, 4)
 
 
-@pytest.mark.parametrize("options", [{"scale": 0.0}, {"scale": -1.0}, {"scale": math.inf}, {"scale": math.nan},
-                                     {"estimator": "mc"}, {"parametrization": "exp"}, {"kl_samples": 0}], ids=str)  # fmt: skip
+BAD: list[dict[str, Any]] = [
+    *({"scale": scale} for scale in (0.0, -1.0, math.inf, math.nan)),
+    {"estimator": "mc"},
+    {"parametrization": "exp"},
+    {"kl_samples": 0},
+]
+
+
+@pytest.mark.parametrize("options", BAD, ids=str)
 def test_bad_arguments(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(ValueError, match=rf"{name}=.* must be"):
