@@ -32,17 +32,22 @@ _SPATIAL = {
 
 
 class LocalWeight(DrawnWeight):
-    """Independent Gaussian entries given by mean and standard deviation; operators draw their outputs."""
+    """Independent Gaussian entries given by mean and variance; operators draw their outputs."""
 
     mean_: Tensor
-    sd: Tensor
+    variance: Tensor
     used: bool
 
     @classmethod
     def of(cls, mean: Tensor, sd: Tensor) -> LocalWeight:
-        """Wrap the moments."""
-        self = cls.wrap(mean.shape, (mean, sd))
-        self.mean_, self.sd, self.used = mean, sd, False
+        """Wrap mean and standard deviation."""
+        return cls.of_variance(mean, sd.to(torch.promote_types(sd.dtype, torch.float32)).square())
+
+    @classmethod
+    def of_variance(cls, mean: Tensor, variance: Tensor) -> LocalWeight:
+        """Wrap mean and variance, this in float32 at least: squares leave the range of half precision."""
+        self = cls.wrap(mean.shape, (mean, variance))
+        self.mean_, self.variance, self.used = mean, variance, False
         return self
 
     @property
@@ -52,7 +57,8 @@ class LocalWeight(DrawnWeight):
 
     def draw_dense(self) -> Tensor:
         """One shared draw, for an operator without a rule."""
-        return torch.addcmul(self.mean_, self.sd, torch.randn_like(self.sd))
+        sd = safe_sqrt(self.variance).to(self.mean_.dtype)
+        return torch.addcmul(self.mean_, sd, torch.randn_like(sd))
 
     def claim(self) -> None:
         """Note one use; a second would draw an inconsistent weight.
@@ -110,16 +116,16 @@ def _local(
     function: Callable[..., Tensor], input: Tensor, weight: LocalWeight, bias: Any, options: tuple[Any, ...]
 ) -> Tensor:
     weight.claim()
-    bias_sd = None
+    bias_variance = None
     if isinstance(bias, LocalWeight):
         bias.claim()
-        bias, bias_sd = bias.mean_, bias.sd
+        bias, bias_variance = bias.mean_, bias.variance
     mean = function(input, weight.mean_, as_dense(bias), *options)
     with torch.autocast(input.device.type, enabled=False):  # squares leave the range of half precision
         wide = torch.promote_types(input.dtype, torch.float32)
-        square, spread = input.to(wide).square(), weight.sd.to(wide).square()
-        bias_variance = None if bias_sd is None else bias_sd.to(wide).square()
-        deviation = safe_sqrt(function(square, spread, bias_variance, *options)).to(mean.dtype)
+        bias_variance = None if bias_variance is None else bias_variance.to(wide)
+        variance = function(input.to(wide).square(), weight.variance.to(wide), bias_variance, *options)
+        deviation = safe_sqrt(variance).to(mean.dtype)
     return torch.addcmul(mean, deviation, torch.randn_like(deviation))
 
 
@@ -183,11 +189,13 @@ def _linear_stored_in_out(input: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 def _both(weight: Any, take: Callable[[Tensor], Any]) -> Any:
     """Apply a view to both tensors a Gaussian drawn weight is made of."""
-    second = weight.sd if isinstance(weight, LocalWeight) else weight.perturbation
+    local = isinstance(weight, LocalWeight)
+    second = weight.variance if local else weight.perturbation
+    make: Callable[[Tensor, Tensor], Any] = LocalWeight.of_variance if local else FlipoutWeight.of
     means, others = take(weight.mean_), take(second)
     if isinstance(means, Tensor):
-        return type(weight).of(means, others)
-    return tuple(type(weight).of(a, b) for a, b in zip(means, others, strict=True))
+        return make(means, others)
+    return tuple(make(a, b) for a, b in zip(means, others, strict=True))
 
 
 def _view_rule(function: Any) -> None:

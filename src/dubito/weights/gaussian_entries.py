@@ -58,6 +58,7 @@ def can_fuse(mean: Tensor, spread: Tensor, parametrization: Parametrization) -> 
         and spread.dtype == mean.dtype
         and spread.dtype in (torch.float32, torch.float64)
         and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()  # which want rules of their own
     )
 
 
@@ -68,6 +69,19 @@ def draw_with_kl(mean: Tensor, spread: Tensor, prior: ParameterPrior) -> tuple[T
         return None
     weight, kl = _SampleAndKL.apply(mean, spread, *moments)
     return weight, Pending.of(kl, mean, spread, *prior.parameters())
+
+
+def moments_with_kl(
+    mean: Tensor, spread: Tensor, parametrization: Parametrization, prior: ParameterPrior | None
+) -> tuple[Tensor, Tensor, Pending | None]:
+    """Mean, variance (in float32 at least) and the pending KL, or None as in `draw_with_kl`."""
+    fuse = prior is not None and can_fuse(mean, spread, parametrization)
+    moments = prior.gaussian() if prior is not None and fuse else None
+    if prior is None or moments is None:
+        sd = sd_of(spread, parametrization)
+        return mean, sd.to(torch.promote_types(sd.dtype, torch.float32)).square(), None
+    same_mean, variance, kl = _MomentsAndKL.apply(mean, spread, *moments)
+    return same_mean, variance, Pending.of(kl, mean, spread, *prior.parameters())
 
 
 def entries_kl(
@@ -238,6 +252,56 @@ class _GaussianKL(torch.autograd.Function):
             again = _kl_value(mean, spread.clamp(*LOG_SD_RANGE).sum(), sd_of(spread, "log"), loc, scale)
             return differentiable_gradients(ctx, (again,), (grad,), (mean, spread, loc, scale))
         return _kl_gradients(ctx, mean, sd, loc, scale, grad)
+
+
+class _MomentsAndKL(torch.autograd.Function):
+    """m, s² and KL(N(m, s²) || N(loc, scale²)) from (m, log s), for outputs that are drawn from their moments.
+
+    The mean passes through so that both of its gradients are added here, in one pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, spread: Tensor, loc: Moment, scale: Moment
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sd, log_sd_sum = _sd_and_log_sum(spread)
+        kl = _kl_value(mean, log_sd_sum, sd, loc, scale)
+        variance = sd.mul_(sd)
+        ctx.set_materialize_grads(False)
+        ctx.inputs = (mean, spread, mean._version, spread._version)
+        ctx.kept = (variance.detach(), loc, scale)  # detached: the output itself would make a cycle
+        return mean.view_as(mean), variance, kl
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_mean: Tensor | None, grad_variance: Tensor | None, grad_kl: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        mean, spread = _unchanged(ctx)
+        variance, loc, scale = ctx.kept
+        if torch.is_grad_enabled():
+            sd = sd_of(spread, "log")
+            kl = _kl_value(mean, spread.clamp(*LOG_SD_RANGE).sum(), sd, loc, scale)
+            again = (mean.view_as(mean), sd.square(), kl)
+            gradients = (grad_mean, grad_variance, grad_kl)
+            return differentiable_gradients(ctx, again, gradients, (mean, spread, loc, scale))
+        if grad_kl is None:
+            grad_spread = None if grad_variance is None else (grad_variance * variance).mul_(2)
+            return grad_mean, grad_spread, None, None
+        by_scale = (
+            _scale_gradient(ctx, mean, variance.sqrt(), loc, scale, grad_kl)
+            if isinstance(scale, Tensor)
+            else None
+        )
+        per_variance = grad_kl / scale**2
+        shifted = mean - loc if isinstance(loc, Tensor) or loc != 0 else mean
+        by_mean = (
+            shifted * per_variance if grad_mean is None else torch.addcmul(grad_mean, shifted, per_variance)
+        )
+        if grad_variance is None:
+            by_spread = variance * per_variance
+        else:
+            by_spread = torch.add(per_variance, grad_variance, alpha=2).mul_(variance)
+        return by_mean, by_spread.sub_(grad_kl), None, by_scale
 
 
 def _kl_gradients(

@@ -22,7 +22,14 @@ from dubito.priors import ParameterPrior, PriorSpec, WeightPrior, resolve_prior
 from dubito.weights.drawn_factors import EmbeddingRows, FactoredWeight
 from dubito.weights.drawn_gaussian import FlipoutWeight, LocalWeight
 from dubito.weights.family import CapabilityError, Components, Family, Group, Noise, WeightPosterior
-from dubito.weights.gaussian_entries import Pending, draw_with_kl, entries_kl, sd_of, spread_of_sd
+from dubito.weights.gaussian_entries import (
+    Pending,
+    draw_with_kl,
+    entries_kl,
+    moments_with_kl,
+    sd_of,
+    spread_of_sd,
+)
 from dubito.weights.initial_scale import fan_in
 from dubito.weights.mean_field import MeanField
 from dubito.weights.slots import Slot
@@ -114,7 +121,9 @@ class LowRankFactorsPosterior(WeightPosterior):
 
     takes_over = True
     estimators = ("weights", "local", "flipout")
-    collapses = "has independent factor entries, whose variances the expected loss drives to zero: it ends in a point"
+    collapses = (
+        "has independent factor entries, whose variances the expected loss drives to zero: it ends in a point"
+    )
 
     def __init__(self, group: Group, family: LowRankFactors) -> None:
         super().__init__(group)
@@ -232,8 +241,10 @@ class LowRankFactorsPosterior(WeightPosterior):
         return {self.slot.name: FactoredWeight.of(make("left"), make("right"), self.slot.shape)}
 
     def _local(self, side: str) -> LocalWeight:
-        mean, spread = self.factor(side)
-        return LocalWeight.of(mean, sd_of(spread, "log"))
+        mean, variance, pending = moments_with_kl(*self.factor(side), "log", self.factor_prior(side))
+        if pending is not None:
+            self._pending[side] = pending
+        return LocalWeight.of_variance(mean, variance)
 
     def _drawn(self, side: str) -> Tensor:
         mean, spread = self.factor(side)

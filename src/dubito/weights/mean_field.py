@@ -26,6 +26,7 @@ from dubito.weights.gaussian_entries import (
     draw_with_kl,
     entries_kl,
     log_sd_of,
+    moments_with_kl,
     sd_of,
     spread_of_sd,
 )
@@ -164,7 +165,11 @@ class MeanFieldPosterior(WeightPosterior):
         """Moments for operators that draw their outputs, or a perturbation whose signs they flip."""
         estimator = estimator or self.family.estimator
         if estimator == "local":
-            return {self.slot.name: LocalWeight.of(self.slot.parameter, self.sd())}
+            prior = None if self.joint_prior else self.prior_of(self.slot)
+            mean, variance, self._pending = moments_with_kl(
+                self.slot.parameter, self.spread, self.parametrization, prior
+            )
+            return {self.slot.name: LocalWeight.of_variance(mean, variance)}
         if estimator == "flipout":
             sd = self.sd()
             return {self.slot.name: FlipoutWeight.of(self.slot.parameter, sd * torch.randn_like(sd))}
