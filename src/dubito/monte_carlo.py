@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dubito.bayesian import BayesianModule
 
 MAX_DRAWN = 2**26  # entries of drawn weights alive at once by default: 256 MB in float32
+DRAWN_AT_ONCE_ON_CPU = 2**22  # in one chunk of a single batch's prediction: 16 MB in float32
 LABELS = ("labels", "label")
 
 
@@ -65,18 +66,45 @@ class Draws:
         noise = {key: {n: t[index] for n, t in part.items()} for key, part in self.noise.items()}
         return Draws(noise, len(range(self.count)[index]))
 
-    def components(self, bayes: BayesianModule) -> list[Components]:
+    def components(self, bayes: BayesianModule, estimated: Collection[str] = ()) -> list[Components]:
         """What the draws are made of at the posterior's present parameters, in the posteriors' order.
+
+        Args:
+            bayes: the network.
+            estimated: keys of the posteriors that draw outputs instead: theirs are empty.
 
         Raises:
             ValueError: if the draws were made for another network.
         """
         keys = list(bayes.posterior)
-        if keys != list(self.noise):
+        if list(self.noise) not in (keys, [key for key in keys if key not in estimated]):
             raise ValueError(
                 "these draws were made for another network (or other families); make them with this one's draw(S)"
             )
-        return [p.components(self.noise[key]) for key, p in zip(keys, bayes.posteriors(), strict=True)]
+        return [
+            {} if key in estimated else p.components(self.noise[key])
+            for key, p in zip(keys, bayes.posteriors(), strict=True)
+        ]
+
+
+def estimated_keys(bayes: BayesianModule, estimator: str | None) -> set[str]:
+    """Keys of the posteriors that draw outputs under this estimator (None: each family's own), not weights."""
+    if estimator == "weights":
+        return set()
+    posteriors = zip(bayes.posterior, bayes.posteriors(), strict=True)
+    with torch.no_grad():
+        return {key for key, p in posteriors if p.estimated_weights(estimator) is not None}
+
+
+def fresh_components(
+    bayes: BayesianModule,
+    count: int,
+    generator: torch.Generator | None,
+    estimated: Collection[str] = (),
+) -> list[Components]:
+    """What `count` fresh draws are made of; nothing is drawn for the posteriors in `estimated`."""
+    drawn = [p for key, p in zip(bayes.posterior, bayes.posteriors(), strict=True) if key not in estimated]
+    return Draws.make(drawn, count, generator).components(bayes, estimated)
 
 
 def check_samples(samples: Any) -> int:
@@ -118,6 +146,7 @@ def run_draws(
         chunk_size: draws run at once (None: as many as keep the drawn weights within a bound).
         estimator: "weights", or "local", "flipout", or None for each family's own.
     """
+    _check_chunk_size(chunk_size)
     posteriors = list(bayes.posteriors())
 
     def one(_: Tensor, drawn: list[Components]) -> Tensor:
@@ -235,13 +264,12 @@ def predict(
     likelihood = bayes.require_likelihood()
     _check_estimator(bayes, estimator)
     count = len(draws) if draws is not None else check_samples(samples)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+    _check_chunk_size(chunk_size)
     stream = not isinstance(x, Tensor | tuple | Mapping)
     keep = keep_draws if keep_draws is not None else not stream
-    source = _Source(bayes, count, draws, generator, chunk_size, kept=not stream or chunk_size is None)
     parts: list[Predictive] = []
     with torch.no_grad(), evaluating(bayes.module):
+        source = _Source(bayes, count, draws, generator, chunk_size, estimator, stream)
         for batch in _batches(x, _device_of(bayes)) if stream else (x,):
             args, kwargs = as_arguments(batch)
             outputs = [
@@ -262,7 +290,8 @@ def predict(
 class _Source:
     """The draws' components, chunk by chunk, the same for every batch.
 
-    Kept in memory, or (a stream with a chunk size) made again for each batch from the generator's states.
+    Those for a stream are kept in memory, or (with a chunk size) made again for each batch from the generator's state.
+    One batch alone has its draws made in chunks of some megabytes on a CPU, which finds such blocks in its heap.
     """
 
     def __init__(
@@ -272,31 +301,43 @@ class _Source:
         draws: Draws | None,
         generator: torch.Generator | None,
         chunk_size: int | None,
-        kept: bool,
+        estimator: str,
+        stream: bool,
     ) -> None:
         self.bayes = bayes
-        self.posteriors = list(bayes.posteriors())
         self.draws = draws
-        step = count if draws is not None or chunk_size is None else min(chunk_size, count)
-        self.sizes = [min(step, count - start) for start in range(0, count, step)]
-        self.generator = generator if generator is not None else _own_generator(self.posteriors)
-        self.start = self.generator.get_state()
-        self.kept: list[list[Components]] | None = [] if kept and step == count else None
+        self.estimated = estimated_keys(bayes, estimator)
+        posteriors = list(bayes.posteriors())
+        if not stream and chunk_size is None and _device_of(bayes).type == "cpu":
+            step = max(1, DRAWN_AT_ONCE_ON_CPU // max(1, sum(_entries(p) for p in posteriors)))
+        else:
+            step = count if chunk_size is None or draws is not None else chunk_size
+        self.starts = range(0, count, step)
+        self.sizes = [min(step, count - start) for start in self.starts]
+        self.generator = generator if generator is not None else _own_generator(posteriors)
+        self.state = self.generator.get_state()
+        self.kept: list[Components] | None = None
 
     def chunks(self) -> Iterator[tuple[list[Components], int]]:
-        if self.kept:
-            yield from zip(self.kept, self.sizes, strict=True)
+        if self.kept is not None:
+            yield self.kept, self.sizes[0]
             return
-        if self.kept is None:
-            self.generator.set_state(self.start)
-        for size in self.sizes:
-            draws = (
-                self.draws if self.draws is not None else Draws.make(self.posteriors, size, self.generator)
-            )
-            components = draws.components(self.bayes)
-            if self.kept is not None:
-                self.kept.append(components)
+        self.generator.set_state(self.state)
+        for start, size in zip(self.starts, self.sizes, strict=True):
+            if self.draws is not None:
+                components = self.draws[start : start + size].components(self.bayes, self.estimated)
+            else:
+                components = fresh_components(self.bayes, size, self.generator, self.estimated)
+            if len(self.sizes) == 1:
+                self.kept = components
             yield components, size
+
+
+def _entries(posterior: WeightPosterior) -> int:
+    """Of one draw, or somewhat more: factors are counted by the parameters of their distribution."""
+    if posterior.takes_over:
+        return sum(p.numel() for p in posterior.parameters())
+    return sum(slot.shape.numel() for slot in posterior.slots)
 
 
 def _batches(x: Any, device: torch.device) -> Iterator[Any]:
@@ -310,6 +351,11 @@ def _batches(x: Any, device: torch.device) -> Iterator[Any]:
         else:
             inputs = batch[0] if isinstance(batch, list | tuple) else batch
         yield torch.utils._pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, inputs)
+
+
+def _check_chunk_size(chunk_size: int | None) -> None:
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} must be at least 1 (draws run at once), or None for all")
 
 
 def _check_estimator(bayes: BayesianModule, estimator: str) -> None:
