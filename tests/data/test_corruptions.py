@@ -29,7 +29,12 @@ def test_shape_range_and_determinism(name, size):
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_distance_from_the_clean_image_grows_with_severity(name, pictures):
-    if name in ("rotation", "translate"):  # moved strokes soon miss themselves entirely: use broad spots
+    if name in (
+        "rotation",
+        "translate",
+        "shear",
+        "elastic",
+    ):  # moved strokes soon miss themselves entirely: use broad spots
         rows, columns = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
         pictures = torch.exp(-((rows - 13.5).square() / 30 + (columns - 8).square() / 100)).expand(
             40, 1, 28, 28
@@ -43,7 +48,12 @@ def test_distance_from_the_clean_image_grows_with_severity(name, pictures):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in CORRUPTIONS if n not in ("contrast", "brightness", "gaussian_blur", "pixelate")]
+    "name",
+    [
+        n
+        for n in CORRUPTIONS
+        if n not in ("contrast", "brightness", "gaussian_blur", "defocus_blur", "pixelate")
+    ],
 )
 def test_random_corruptions_depend_on_the_seed(name, pictures):
     assert not torch.equal(corrupt(pictures, name, 3, seed=0), corrupt(pictures, name, 3, seed=1))
@@ -87,6 +97,45 @@ def test_blur_keeps_the_light_of_an_inner_point_and_has_the_stated_width():
     assert blurred.sum().item() == pytest.approx(1.0, abs=1e-5)
     spread = ((torch.arange(40.0) - 20).square() * blurred.sum(0)).sum().sqrt().item()
     assert spread == pytest.approx(40 * CORRUPTIONS["gaussian_blur"][1], rel=0.05)
+
+
+def test_there_are_fifteen_as_in_the_protocols_of_mnist_c_and_cifar_c():
+    assert len(CORRUPTIONS) == 15
+
+
+def test_defocus_keeps_light_and_spreads_it_over_the_disc():
+    images = torch.zeros(1, 1, 41, 41)
+    images[0, 0, 20, 20] = 1.0
+    blurred = corrupt(images, "defocus_blur", 5)[0, 0]
+    radius = 41 * CORRUPTIONS["defocus_blur"][4]
+    assert blurred.sum().item() == pytest.approx(1.0, abs=1e-5)
+    assert blurred.max().item() == pytest.approx(1 / (torch.pi * radius**2), rel=0.05)
+    assert int((blurred > 0.5 * blurred.max()).sum()) == pytest.approx(torch.pi * radius**2, rel=0.15)
+
+
+def test_motion_blur_spreads_a_point_along_one_line():
+    images = torch.zeros(30, 1, 41, 41)
+    images[:, 0, 20, 20] = 1.0
+    rows, columns = torch.meshgrid(torch.arange(41.0) - 20, torch.arange(41.0) - 20, indexing="ij")
+    for blurred in corrupt(images, "motion_blur", 5)[:, 0]:
+        weights = blurred / blurred.sum()
+        off = (weights * rows * columns).sum()
+        covariance = torch.stack(
+            [torch.stack([(weights * rows**2).sum(), off]), torch.stack([off, (weights * columns**2).sum()])]
+        )
+        short, long = torch.linalg.eigvalsh(covariance).tolist()
+        assert short < 0.6  # what bilinear interpolation spreads across the line
+        assert long**0.5 == pytest.approx(41 * CORRUPTIONS["motion_blur"][4] / 12**0.5, rel=0.15)
+
+
+def test_shear_moves_a_row_in_proportion_to_its_height():
+    images = torch.zeros(1, 1, 41, 61)
+    images[0, 0, 10, 30] = 1.0  # ten rows above the centre
+    moved = corrupt(images, "shear", 3)[0, 0]
+    rows, columns = torch.meshgrid(torch.arange(41.0), torch.arange(61.0), indexing="ij")
+    assert (rows * moved).sum().item() / moved.sum().item() == pytest.approx(10, abs=0.01)
+    shift = abs((columns * moved).sum().item() / moved.sum().item() - 30)
+    assert shift == pytest.approx(10 * CORRUPTIONS["shear"][2], abs=0.05)
 
 
 def test_bad_requests_are_explained(pictures):

@@ -1,4 +1,4 @@
-"""Corruptions of images in five severities, after Hendrycks and Dietterich (2019, ImageNet-C).
+"""Fifteen corruptions of images in five severities, after Hendrycks and Dietterich (2019, ImageNet-C).
 
 Each works on float tensors of shape ``(N, C, H, W)`` with values in [0, 1], of any size and on any device,
 and is a function of the images, the severity and the seed alone. The same seed uses the same noise, places
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 Corruption = Callable[[Tensor, float, torch.Generator], Tensor]
 SEVERITIES = (1, 2, 3, 4, 5)
+_STEPS_OF_MOTION = 15
 
 
 def _gaussian_noise(x: Tensor, sd: float, generator: torch.Generator) -> Tensor:
@@ -95,6 +96,58 @@ def _pixelate(x: Tensor, share: float, generator: torch.Generator) -> Tensor:
     return F.interpolate(F.interpolate(x, size=coarse, mode="area"), size=x.shape[-2:], mode="nearest-exact")
 
 
+def _defocus_blur(x: Tensor, width: float, generator: torch.Generator) -> Tensor:
+    """A disc of the given radius, anti-aliased at its rim, in place of every point."""
+    radii = [max(width * side, 1e-6) for side in x.shape[-2:]]
+    reach = [min(math.ceil(radius), side - 1) for radius, side in zip(radii, x.shape[-2:], strict=True)]
+    rows = torch.arange(-reach[0], reach[0] + 1, device=x.device, dtype=x.dtype) / radii[0]
+    columns = torch.arange(-reach[1], reach[1] + 1, device=x.device, dtype=x.dtype) / radii[1]
+    distance = (rows[:, None].square() + columns.square()).sqrt()
+    disc = ((1.0 - distance) * min(radii) + 0.5).clamp(0.0, 1.0)
+    weight = (disc / disc.sum()).expand(x.shape[1], 1, *disc.shape)
+    pad = (reach[1], reach[1], reach[0], reach[0])
+    return F.conv2d(F.pad(x, pad, mode="replicate"), weight, groups=x.shape[1])
+
+
+def _motion_blur(x: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """The average over a straight way of this length, in a random direction for each image."""
+    angle = math.pi * torch.rand(len(x), generator=generator, device=x.device, dtype=x.dtype)
+    one, zero = torch.ones_like(angle), torch.zeros_like(angle)
+    steps = torch.linspace(-share, share, _STEPS_OF_MOTION).tolist()
+    total = torch.zeros_like(x)
+    for step in steps:
+        rows = [
+            torch.stack([one, zero, step * angle.cos()], dim=-1),
+            torch.stack([zero, one, step * angle.sin()], dim=-1),
+        ]
+        total = total + _warp(x, torch.stack(rows, dim=1))
+    return total / len(steps)
+
+
+def _shear(x: Tensor, slope: float, generator: torch.Generator) -> Tensor:
+    """Rows shifted in proportion to their height, to either side."""
+    side = slope * _signs(x, generator) * x.shape[-2] / x.shape[-1]
+    one, zero = torch.ones_like(side), torch.zeros_like(side)
+    rows = [torch.stack([one, side, zero], dim=-1), torch.stack([zero, one, zero], dim=-1)]
+    return _warp(x, torch.stack(rows, dim=1))
+
+
+def _haze(x: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """Blended with clouds: smooth noise in [0.4, 1] with structure over a quarter of the image."""
+    noise = torch.rand((len(x), 1, 5, 5), generator=generator, device=x.device, dtype=x.dtype)
+    clouds = F.interpolate(noise, size=x.shape[-2:], mode="bicubic", align_corners=True).clamp(0.0, 1.0)
+    return (1.0 - share) * x + share * (0.4 + 0.6 * clouds)
+
+
+def _elastic(x: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """Displaced by smooth random fields of the given standard deviation (Simard et al. 2003)."""
+    noise = torch.randn((len(x), 2, 7, 7), generator=generator, device=x.device, dtype=x.dtype)
+    field = F.interpolate(noise, size=x.shape[-2:], mode="bicubic", align_corners=True)
+    identity = torch.eye(2, 3, device=x.device, dtype=x.dtype).expand(len(x), 2, 3)
+    grid = F.affine_grid(identity, list(x.shape), align_corners=False) + 2 * share * field.movedim(1, -1)
+    return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
 def _signs(x: Tensor, generator: torch.Generator) -> Tensor:
     draw = torch.rand(len(x), generator=generator, device=x.device, dtype=x.dtype)
     return torch.where(draw < 0.5, -1.0, 1.0).to(x.dtype)
@@ -116,6 +169,11 @@ _TABLE: dict[str, tuple[Corruption, tuple[float, float, float, float, float]]] =
     "translate": (_translate, (0.04, 0.08, 0.12, 0.16, 0.2)),
     "occlusion": (_occlusion, (0.15, 0.25, 0.35, 0.45, 0.55)),
     "pixelate": (_pixelate, (0.5, 0.4, 0.32, 0.25, 0.15)),
+    "defocus_blur": (_defocus_blur, (0.05, 0.075, 0.1, 0.14, 0.19)),
+    "motion_blur": (_motion_blur, (0.1, 0.16, 0.23, 0.32, 0.45)),
+    "shear": (_shear, (0.2, 0.35, 0.5, 0.7, 0.9)),
+    "haze": (_haze, (0.2, 0.35, 0.5, 0.62, 0.75)),
+    "elastic": (_elastic, (0.015, 0.025, 0.035, 0.05, 0.065)),
 }
 
 #: For each corruption its parameter at the five severities (a standard deviation, degrees, a share …).
