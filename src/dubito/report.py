@@ -66,12 +66,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with paragraphs, terms with their explanations, and pictures; any of them may be missing."""
+    """A heading with paragraphs, terms with their explanations, pictures and tables; any may be missing."""
 
     title: str
     paragraphs: tuple[str, ...] = ()
     terms: tuple[tuple[str, str], ...] = ()
     pictures: tuple[Picture, ...] = ()
+    tables: tuple[Table, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,7 @@ def _section(section: Section, prefix: str) -> str:
     if section.terms:
         terms = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in section.terms)
         parts.append(f"<dl>{terms}</dl>")
+    parts += [_table(table) for table in section.tables]
     if section.pictures:
         figures = (_picture(picture, f"{prefix}f{i}") for i, picture in enumerate(section.pictures))
         parts.append(f'<div class="pictures">{"".join(figures)}</div>')

@@ -102,3 +102,17 @@ def test_images_subset_keeps_pairs_together():
     assert part.size == (5, 7)
     assert part.labels.tolist() == [1, 1]
     assert torch.equal(part.images[0], data.images[4])
+
+
+def test_the_test_part_is_the_same_for_every_seed_and_never_validated_on():
+    data = some_images(90, 3)
+    splits = [split_images("some", data, (50, 10, 30), seed) for seed in range(5)]
+    tested = {image.numpy().tobytes() for image in splits[0].test.images}
+    assert len(tested) == 30
+    for split in splits:
+        assert torch.equal(split.test.images, splits[0].test.images)
+        for part, size in ((split.train, 50), (split.validation, 10)):
+            assert len(part) == size
+            assert not tested & {image.numpy().tobytes() for image in part.images}
+            assert (part.labels.bincount() - size / 3).abs().max() <= 1.5
+    assert not torch.equal(splits[0].validation.images, splits[1].validation.images)

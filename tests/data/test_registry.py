@@ -15,7 +15,8 @@ def test_load_by_name_passes_the_seed_on():
     first, second = load_dataset("digits-8x8", 0), load_dataset("digits-8x8", 1)
     assert isinstance(first, DataSplit)
     assert first.name == "digits-8x8"
-    assert not first.test.images.equal(second.test.images)
+    assert not first.validation.images.equal(second.validation.images)
+    assert first.test.images.equal(second.test.images)
 
 
 @pytest.mark.parametrize("name", DATASETS)

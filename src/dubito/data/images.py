@@ -132,6 +132,12 @@ def stratified_split(labels: Tensor, sizes: Sequence[int], seed: int = 0) -> tup
 
 
 def split_images(name: str, data: Images, sizes: tuple[int, int, int], seed: int = 0) -> DataSplit:
-    """Divide ``data`` by :func:`stratified_split` into train, validation and test of the given sizes."""
-    train, validation, test = stratified_split(data.labels, sizes, seed)
-    return DataSplit.of(name, data.subset(train), data.subset(validation), data.subset(test))
+    """Divide ``data`` by :func:`stratified_split` into train, validation and test of the given sizes.
+
+    The test part is the same for every seed, so that what is chosen on one seed's validation part is never
+    judged on images that took part in the choice; the seed divides the rest.
+    """
+    kept, test = stratified_split(data.labels, (sizes[0] + sizes[1], sizes[2]))
+    rest = data.subset(kept)
+    train, validation = stratified_split(rest.labels, sizes[:2], seed)
+    return DataSplit.of(name, rest.subset(train), rest.subset(validation), data.subset(test))

@@ -39,7 +39,7 @@ def load_dataset(name: str, seed: int = 0) -> DataSplit:
 
     Args:
         name: one of :data:`DATASETS`.
-        seed: of the division.
+        seed: of the division into train and validation; the test part is always the same.
 
     Raises:
         UnknownDataError: if there is no such name.

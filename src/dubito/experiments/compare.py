@@ -27,7 +27,7 @@ class Run:
 
     Attributes:
         method: its name in `METHODS`.
-        seed: of the division of the data, the initial weights, the order of batches and the draws.
+        seed: of the division into train and validation, the initial weights, the order of batches and the draws.
         metrics: those of `dubito.experiments.evaluation.judge`, with ``parameters`` and ``train_seconds``.
         judgement: what pictures are made of.
         warnings: what training found wrong, in words.
@@ -135,12 +135,13 @@ def compare(
 ) -> Comparison:
     """Train every method on the same images and judge each by the same exam.
 
-    A seed decides the division of the data, the initial weights (the same for all methods), the order of batches
-    and the draws. Test images, letters and corruptions are predicted after training and never before. Whoever
+    A seed decides which images train and which validate, the initial weights (the same for all methods), the
+    order of batches and the draws. Test images, letters and corruptions are predicted after training and never before. Whoever
     wants to keep what is finished when a later run is interrupted takes it from ``on_run``.
 
     Args:
-        data: a name in `dubito.data.DATASETS` (divided anew for every seed) or a `DataSplit` (as it is).
+        data: a name in `dubito.data.DATASETS` (all but its test part divided anew for every seed) or a `DataSplit`
+            (as it is).
         methods: names in `METHODS`; None takes all.
         epochs: passes over the training part, the same for every method.
         seeds: how many (0, 1, …), or which.

@@ -148,7 +148,7 @@ def _methods(comparison: Comparison) -> Section:
     ]
     times = (
         "Learning rates, ranks and the weight of the KL were chosen by the negative log likelihood of the validation "
-        "images. Test images, letters and corruptions took no part in any choice."
+        "images of mnist-5k. Test images, letters and corruptions took no part in any choice."
     )
     clock = "processor time" if comparison.device.startswith("cpu") else "wall time"
     seconds = comparison.values(REFERENCE, "train_seconds")
@@ -242,8 +242,8 @@ def _extremes(comparison: Comparison) -> Section:
         pictures.append(Picture(_extreme_images(comparison, run), alt, title))
     text = (
         "Above, the test images each method is most certain of; in the middle, those it is least certain of; below, "
-        "the letters it is most certain are digits. Under each image: the prediction, what it is where that is "
-        "wrong, and the confidence."
+        "the letters it is most certain of, wrongly. Under each image: the prediction, what a test image is where "
+        "that is wrong, and the confidence."
     )
     return Section("Most and least certain", (text,), pictures=tuple(pictures))
 
