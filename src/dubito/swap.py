@@ -22,6 +22,7 @@ from typing import Any
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 
+from dubito.weights.drawn import DrawnWeight
 from dubito.weights.slots import Slot
 
 Lock = Any  # threading.RLock is a factory, not a type
@@ -44,7 +45,6 @@ class Swap:
         self.values = values
         self.recurrent = recurrent
         self.lock = lock if lock is not None else threading.RLock()
-        self.installed = 0
         self._undo: list[list[tuple[Slot, bool, list[Tensor | None]]]] = []
         self._tokens: list[Any] = []
 
@@ -65,13 +65,11 @@ class Swap:
             rnn._init_flat_weights()
         self._undo.append(undo)
         self._tokens.append(_active.set((*_active.get(), self)))
-        self.installed += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.installed -= 1
         _active.reset(self._tokens.pop())
         for slot, outermost, before in reversed(self._undo.pop()):
             for (owner, attribute), value in zip(slot.places, before, strict=True):
@@ -85,28 +83,32 @@ class Swap:
 
 
 class _Replay:
-    """A checkpointed function that runs under the swaps of its first run, whenever it is run."""
+    """A checkpointed function that runs again under the swaps, and from the point in their draws, of its first run."""
 
-    def __init__(self, function: Callable[..., Any], swaps: tuple[Swap, ...]) -> None:
+    def __init__(self, function: Callable[..., Any], swaps: tuple[Swap, ...], first: bool) -> None:
         self.function = function
         self.swaps = swaps
+        self.first = first
+        drawn = (value for swap in swaps for _, value in swap.values if isinstance(value, DrawnWeight))
+        self.progress = [(value, value.progress()) for value in drawn]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if all(swap.installed for swap in self.swaps):
+        if self.first:
+            self.first = False
             return self.function(*args, **kwargs)
         with contextlib.ExitStack() as stack:
             for swap in self.swaps:
-                for _, value in swap.values:
-                    begin = getattr(value, "begin_recomputation", None)
-                    if begin is not None:
-                        begin()
                 stack.enter_context(swap)
+            for value, then in self.progress:
+                stack.callback(value.rewind, value.progress())
+                value.rewind(then)
             return self.function(*args, **kwargs)
 
 
-def _remembering(function: Callable[..., Any]) -> Callable[..., Any]:
+def _remembering(function: Callable[..., Any], first: bool) -> Callable[..., Any]:
+    """The function with its swaps; `first` says whether its first run goes through what is returned."""
     swaps = _active.get()
-    return _Replay(function, swaps) if swaps else function
+    return _Replay(function, swaps, first) if swaps else function
 
 
 _original_generator = checkpointing._checkpoint_without_reentrant_generator
@@ -114,14 +116,14 @@ _OriginalFunction = checkpointing.CheckpointFunction
 
 
 def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-    generator: Iterator[None] = _original_generator(_remembering(function), *args, **kwargs)
+    generator: Iterator[None] = _original_generator(_remembering(function, first=False), *args, **kwargs)
     return generator
 
 
 class _CheckpointFunction(_OriginalFunction):  # type: ignore[misc, valid-type]
     @classmethod
     def apply(cls, function: Callable[..., Any], *args: Any) -> Any:
-        return _OriginalFunction.apply(_remembering(function), *args)
+        return _OriginalFunction.apply(_remembering(function, first=True), *args)
 
 
 def watch_checkpointing() -> None:

@@ -132,8 +132,13 @@ class DrawnWeight(Tensor):
         self._memo[torch.is_grad_enabled()] = value
         return value
 
-    def begin_recomputation(self) -> None:
-        """Called before an activation-checkpointed block runs again with this draw."""
+    def progress(self) -> Any:
+        """What has been drawn so far; kept when an activation-checkpointed block is entered."""
+        return dict(self._memo)
+
+    def rewind(self, progress: Any) -> None:
+        """Go back to that point, so that the block, run again, makes what it made and finds what it found."""
+        self._memo = dict(progress)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"

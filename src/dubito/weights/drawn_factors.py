@@ -38,11 +38,18 @@ class FactoredWeight(DrawnWeight):
         self.left, self.right = left, right
         return self
 
-    def begin_recomputation(self) -> None:
-        """The factors' business."""
-        for factor in (self.left, self.right):
+    def progress(self) -> Any:
+        """The memo, and the factors' progress."""
+        factors = (self.left, self.right)
+        return super().progress(), [f.progress() if isinstance(f, DrawnWeight) else None for f in factors]
+
+    def rewind(self, progress: Any) -> None:
+        """Back to that point, the factors too."""
+        memo, parts = progress
+        super().rewind(memo)
+        for factor, part in zip((self.left, self.right), parts, strict=True):
             if isinstance(factor, DrawnWeight):
-                factor.begin_recomputation()
+                factor.rewind(part)
 
     def draw_dense(self) -> Tensor:
         """`A Bᵀ` in the parameter's shape."""

@@ -37,6 +37,7 @@ class LocalWeight(DrawnWeight):
     mean_: Tensor
     variance: Tensor
     used: bool
+    noise: Tensor | None
 
     @classmethod
     def of(cls, mean: Tensor, sd: Tensor) -> LocalWeight:
@@ -47,7 +48,7 @@ class LocalWeight(DrawnWeight):
     def of_variance(cls, mean: Tensor, variance: Tensor) -> LocalWeight:
         """Wrap mean and variance, this in float32 at least: squares leave the range of half precision."""
         self = cls.wrap(mean.shape, (mean, variance))
-        self.mean_, self.variance, self.used = mean, variance, False
+        self.mean_, self.variance, self.used, self.noise = mean, variance, False, None
         return self
 
     @property
@@ -58,7 +59,9 @@ class LocalWeight(DrawnWeight):
     def draw_dense(self) -> Tensor:
         """One shared draw, for an operator without a rule."""
         sd = safe_sqrt(self.variance).to(self.mean_.dtype)
-        return torch.addcmul(self.mean_, sd, torch.randn_like(sd))
+        if self.noise is None:  # kept: with gradient and without it is one draw
+            self.noise = torch.randn_like(sd)
+        return torch.addcmul(self.mean_, sd, self.noise)
 
     def claim(self) -> None:
         """Note one use; a second would draw an inconsistent weight.
@@ -73,9 +76,14 @@ class LocalWeight(DrawnWeight):
             )
         self.used = True
 
-    def begin_recomputation(self) -> None:
-        """The same use, run again."""
-        self.used = False
+    def progress(self) -> Any:
+        """The memo, the noise behind it and whether an output was drawn."""
+        return super().progress(), self.noise, self.used
+
+    def rewind(self, progress: Any) -> None:
+        """Back to that point."""
+        memo, self.noise, self.used = progress
+        super().rewind(memo)
 
 
 class FlipoutWeight(DrawnWeight):
