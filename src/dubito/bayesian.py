@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from dubito.divergences import KLMethod
 from dubito.likelihoods import Likelihood
-from dubito.monte_carlo import Draws, as_arguments, check_samples, predict, run_draws
+from dubito.monte_carlo import (
+    Draws,
+    as_arguments,
+    check_samples,
+    estimated_keys,
+    fresh_components,
+    predict,
+    run_draws,
+)
 from dubito.predictive import Predictive
 from dubito.priors import WeightPrior
 from dubito.snapshot import Snapshot, squared_wasserstein
@@ -37,6 +45,9 @@ _PASSED_ON = frozenset(
         "gradient_checkpointing_disable",
         "is_gradient_checkpointing",
         "supports_gradient_checkpointing",
+        "activation_checkpointing_enable",
+        "activation_checkpointing_disable",
+        "is_activation_checkpointing",
         "main_input_name",
         "get_input_embeddings",
         "get_output_embeddings",
@@ -217,8 +228,8 @@ class BayesianModule(nn.Module):
         if draws is not None:
             return run_draws(self, args, kwargs, draws.components(self), len(draws), chunk_size)
         count = check_samples(samples)
-        estimated = any(p.estimated_weights() is not None for p in self.posteriors())
-        fresh = self.draw(count, generator).components(self)
+        estimated = estimated_keys(self, None)
+        fresh = fresh_components(self, count, generator, estimated)
         return run_draws(
             self, args, kwargs, fresh, count, chunk_size, estimator=None if estimated else "weights"
         )

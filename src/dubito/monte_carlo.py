@@ -47,12 +47,11 @@ class Draws:
         count = check_samples(samples)
         generator = generator if generator is not None else _own_generator(posteriors)
         keys = [key_of(p.slots[0].name) for p in posteriors]
-        made: list[list[Noise]] = [[p.noise(generator) for p in posteriors] for _ in range(count)]
-        noise: dict[str, Noise] = {}
-        for index, key in enumerate(keys):
-            first = made[0][index]
-            noise[key] = {name: torch.stack([one[index].pop(name) for one in made]) for name in list(first)}
-        return cls(noise, count)
+        stacks = [_StackedNoise(p, count, generator) for p in posteriors]
+        for index in range(count):
+            for stack in stacks:
+                stack.draw(index)
+        return cls({key: stack.result() for key, stack in zip(keys, stacks, strict=True)}, count)
 
     def __len__(self) -> int:
         return self.count
@@ -85,6 +84,29 @@ class Draws:
             {} if key in estimated else p.components(self.noise[key])
             for key, p in zip(keys, bayes.posteriors(), strict=True)
         ]
+
+
+class _StackedNoise:
+    """One posterior's noise, draw by draw: standard normal noise in its place, any other stacked at the end."""
+
+    def __init__(self, posterior: WeightPosterior, count: int, generator: torch.Generator) -> None:
+        self.posterior = posterior
+        self.generator = generator
+        like = posterior.noise_like()
+        self.buffers = None if like is None else {n: t.new_empty((count, *t.shape)) for n, t in like.items()}
+        self.views = [b.unbind() for b in self.buffers.values()] if self.buffers is not None else []
+        self.made: list[Noise] = []
+
+    def draw(self, index: int) -> None:
+        if self.buffers is None:
+            self.made.append(self.posterior.noise(self.generator))
+        for view in self.views:
+            view[index].normal_(generator=self.generator)
+
+    def result(self) -> Noise:
+        if self.buffers is not None:
+            return self.buffers
+        return {name: torch.stack([one.pop(name) for one in self.made]) for name in list(self.made[0])}
 
 
 def estimated_keys(bayes: BayesianModule, estimator: str | None) -> set[str]:
@@ -309,7 +331,10 @@ class _Source:
         self.estimated = estimated_keys(bayes, estimator)
         posteriors = list(bayes.posteriors())
         if not stream and chunk_size is None and _device_of(bayes).type == "cpu":
-            step = max(1, DRAWN_AT_ONCE_ON_CPU // max(1, sum(_entries(p) for p in posteriors)))
+            drawn = (
+                p for key, p in zip(bayes.posterior, posteriors, strict=True) if key not in self.estimated
+            )
+            step = max(1, DRAWN_AT_ONCE_ON_CPU // max(1, sum(_entries(p) for p in drawn)))
         else:
             step = count if chunk_size is None or draws is not None else chunk_size
         self.starts = range(0, count, step)

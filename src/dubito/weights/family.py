@@ -131,6 +131,13 @@ class WeightPosterior(nn.Module, ABC):
     def noise(self, generator: torch.Generator | None = None) -> Noise:
         """One draw's standard noise, in the posterior's dtype and on its device."""
 
+    def noise_like(self) -> Noise | None:
+        """Tensors of the shape, dtype and device of `noise`'s, in its order, where that is all standard normal.
+
+        It lets many draws be made in place. None (the default) where the noise is anything else.
+        """
+        return None
+
     @abstractmethod
     def components(self, noise: Noise) -> Components:
         """What a draw is made of; leading dimensions of the noise lead in every component."""

@@ -201,13 +201,14 @@ class LowRankFactorsPosterior(WeightPosterior):
 
     def noise(self, generator: torch.Generator | None = None) -> Noise:
         """Standard normal entries for both factors."""
-        like = self.left_mean
         return {
-            side: torch.randn(
-                self.factor(side)[0].shape, generator=generator, dtype=like.dtype, device=like.device
-            )
-            for side in ("left", "right")
+            side: torch.randn(m.shape, generator=generator, dtype=m.dtype, device=m.device)
+            for side, m in self.noise_like().items()
         }
+
+    def noise_like(self) -> Noise:
+        """The factors' means."""
+        return {"left": self.left_mean, "right": self.right_mean}
 
     def components(self, noise: Noise) -> Components:
         """A and B."""

@@ -141,6 +141,10 @@ class MeanFieldPosterior(WeightPosterior):
         s = self.spread
         return {"eps": torch.randn(s.shape, generator=generator, dtype=s.dtype, device=s.device)}
 
+    def noise_like(self) -> Noise:
+        """The spread."""
+        return {"eps": self.spread}
+
     def components(self, noise: Noise) -> Components:
         """w = m + s·eps."""
         return {"weight": torch.addcmul(self.slot.parameter, self.sd(), noise["eps"])}
