@@ -39,7 +39,9 @@ def classify(
         _log_probs_mean=log_mean_exp(log_probs),
         _log_probs_draws=log_probs if keep else None,
         _expected_entropy=_entropy(log_probs).mean(0),
-        _epistemic=probs.var(0, correction=0),
+        _epistemic=(probs - probs.mean(0))
+        .square()
+        .mean(0),  # var(0) takes ten times as long over a leading axis
         _aleatoric=(probs * -log_probs.expm1()).mean(0),  # -expm1 keeps 1 - p sharp next to p = 1
         **common,
     )
