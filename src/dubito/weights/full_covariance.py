@@ -106,6 +106,11 @@ class FullCovariancePosterior(WeightPosterior):
         lowers: √D times L's strictly lower entries, row by row, by block: (units, D(D-1)/2).
     """
 
+    collapses = (
+        "is held as a triangular factor of positive diagonal, so the expected loss moves also what no data speak of: the "
+        "limit is another one, with less variance"
+    )
+
     def __init__(self, group: Group, family: FullCovariance, blocks: list[Block]) -> None:
         super().__init__(group)
         self.family = family
