@@ -107,8 +107,8 @@ class FullCovariancePosterior(WeightPosterior):
     """
 
     collapses = (
-        "is held as a triangular factor of positive diagonal, so the expected loss moves also what no data speak of: the "
-        "limit is another one, with less variance"
+        "is held as a triangular factor of positive diagonal, so the expected loss moves also what no data speak of: "
+        "the limit is another one, with less variance"
     )
 
     def __init__(self, group: Group, family: FullCovariance, blocks: list[Block]) -> None:
