@@ -104,7 +104,12 @@ class EmbeddingRows(DrawnWeight):
 def _linear(input: Tensor, weight: Any, bias: Any = None) -> Any:
     if not isinstance(weight, FactoredWeight) or weight.ndim != 2:
         return NotImplemented
-    return F.linear(F.linear(input, weight.right.mT), weight.left, bias)
+    if input.ndim != 2 or weight.estimator is not None or torch.is_grad_enabled():
+        return F.linear(F.linear(input, weight.right.mT), weight.left, bias)
+    # Many draws under `vmap` and one input: in this order the first product is one of all the draws' factors at once.
+    hidden = (weight.right.mT.contiguous() @ input.mT).mT
+    output = F.linear(hidden, weight.left)
+    return output if bias is None else output.add_(as_dense(bias))
 
 
 @rule(FactoredWeight, torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
