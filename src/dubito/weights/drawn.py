@@ -127,7 +127,7 @@ class DrawnWeight(Tensor):
         for with_gradient in (True,) if torch.is_grad_enabled() else (True, False):
             if with_gradient in self._memo:
                 return self._memo[with_gradient]
-        with _quiet(), torch.autocast(self.device.type, enabled=False):
+        with _quiet(), without_autocast(self.device.type):
             value = self.draw_dense()
         self._memo[torch.is_grad_enabled()] = value
         return value
@@ -209,6 +209,13 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         _said.reset(token)
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """`torch.autocast` switched off; free where it is not on."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def as_dense(value: Any) -> Any:

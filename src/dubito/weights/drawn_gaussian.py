@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.weights.drawn import DrawnWeight, as_dense, rule
+from dubito.weights.drawn import DrawnWeight, as_dense, rule, without_autocast
 
 _CONVOLUTIONS = (
     F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
@@ -129,7 +129,7 @@ def _local(
         bias.claim()
         bias, bias_variance = bias.mean_, bias.variance
     mean = function(input, weight.mean_, as_dense(bias), *options)
-    with torch.autocast(input.device.type, enabled=False):  # squares leave the range of half precision
+    with without_autocast(input.device.type):  # squares leave the range of half precision
         wide = torch.promote_types(input.dtype, torch.float32)
         bias_variance = None if bias_variance is None else bias_variance.to(wide)
         variance = function(input.to(wide).square(), weight.variance.to(wide), bias_variance, *options)
