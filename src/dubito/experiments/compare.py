@@ -136,8 +136,8 @@ def compare(
     """Train every method on the same images and judge each by the same exam.
 
     A seed decides which images train and which validate, the initial weights (the same for all methods), the
-    order of batches and the draws. Test images, letters and corruptions are predicted after training and never before. Whoever
-    wants to keep what is finished when a later run is interrupted takes it from ``on_run``.
+    order of batches and the draws. Test images, letters and corruptions are predicted after training and never
+    before. Whoever wants to keep what is finished when a later run is interrupted takes it from ``on_run``.
 
     Args:
         data: a name in `dubito.data.DATASETS` (all but its test part divided anew for every seed) or a `DataSplit`

@@ -229,7 +229,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             "momentum; the other layers are ordinary.",
             _bayesian(
                 {"conv1": LowRankCovariance(8), "out": LowRankCovariance(8)},
-                Recipe(lr=0.02, expected_loss=True, spread_lr=1 / 8),
+                Recipe(lr=0.035, expected_loss=True, spread_lr=1 / 8),
             ),
         ),
         "low-rank-factors": Method(
