@@ -42,7 +42,7 @@ def spread_of(value: Tensor, fan: float) -> float:
         deviation = float(value.detach().double().std(unbiased=False))
         if deviation > 0:
             return deviation
-    return fan**-0.5
+    return float(fan**-0.5)
 
 
 def _fan_in_of_matrix(owner: nn.Module, shape: tuple[int, ...]) -> float:
