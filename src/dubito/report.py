@@ -201,7 +201,7 @@ figure svg { display: block; width: 100%; height: auto; }
 figcaption { font-size: .9rem; color: var(--quiet); margin-bottom: .3rem; }
 @media (max-width: 40rem) {
   th, td { padding: .3rem .25rem; font-size: .8rem; }
-  thead th { font-size: .72rem; overflow-wrap: anywhere; }
+  thead th { font-size: .7rem; padding-inline: .1rem .2rem; overflow-wrap: anywhere; }
   tbody th { max-width: 8rem; }
   .stacked, .stacked thead, .stacked tbody, .stacked caption { display: block; }
   .stacked tr { display: grid; grid-template-columns: repeat(var(--columns), minmax(0, 1fr)); }
