@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -326,3 +327,26 @@ def test_bernoulli_probabilities() -> None:
     predictive = bayes.predict(x, draws=bayes.draw(5, seed()))
     torch.testing.assert_close(predictive.probs.reshape(-1), logits.sigmoid().mean(0).reshape(-1))
     assert math.isfinite(float(predictive.entropy.sum()))
+
+
+def test_attention_has_a_batching_rule_and_switches_are_put_back() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.project(x)
+            return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    torch.manual_seed(0)
+    bayes = dubito.bayesianize(Attention(), dubito.MeanField())
+    x, draws = torch.randn(2, 5, 6), bayes.draw(3)
+    before = torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda.flash_sdp_enabled()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        together = bayes.outputs(x, draws=draws)
+    assert (torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda.flash_sdp_enabled()) == before
+    assert not bayes._needs_loop
+    bayes._needs_loop = True
+    torch.testing.assert_close(together, bayes.outputs(x, draws=draws).detach(), rtol=1e-5, atol=1e-6)

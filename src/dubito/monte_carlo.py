@@ -205,29 +205,36 @@ def _vmapped(one: Any, index: Tensor, stacked: list[Components], chunk_size: int
 
 
 class _Unfused:
-    """Keeps `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` off their fused path under `vmap`.
+    """Keeps attention off its fused paths under `vmap`.
 
-    In eval mode they take it where no weight requires gradient, which batched weights never seem to: gradient would
-    be lost, and the fused operators have no batching rule. The switch is a global one, so uses are counted.
+    In eval mode `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` take theirs where no weight requires gradient,
+    which batched weights never seem to: gradient would be lost, and the fused operators have no batching rule. Nor has
+    the CPU's flash attention, for which torch runs one draw after the other, with a warning. The switches are global
+    ones, so uses are counted.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._uses = 0
-        self._before = True
+        self._before = (True, True)
 
     def __enter__(self) -> None:
         with self._lock:
             if self._uses == 0:
-                self._before = torch.backends.mha.get_fastpath_enabled()
+                self._before = (
+                    torch.backends.mha.get_fastpath_enabled(),
+                    torch.backends.cuda.flash_sdp_enabled(),  # the switch of the CPU's kernel too
+                )
                 torch.backends.mha.set_fastpath_enabled(False)
+                torch.backends.cuda.enable_flash_sdp(self._before[1] and torch.cuda.is_available())
             self._uses += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._uses -= 1
             if self._uses == 0:
-                torch.backends.mha.set_fastpath_enabled(self._before)
+                torch.backends.mha.set_fastpath_enabled(self._before[0])
+                torch.backends.cuda.enable_flash_sdp(self._before[1])
 
 
 _unfused = _Unfused()
