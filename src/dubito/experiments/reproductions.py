@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from dubito.experiments.bbb import BBB
+from dubito.experiments.ibvi import IBVI
 from dubito.experiments.reproduction import Reproduction, UnknownReproductionError
 
-REPRODUCTIONS: Mapping[str, Reproduction] = MappingProxyType({entry.name: entry for entry in (BBB,)})
+REPRODUCTIONS: Mapping[str, Reproduction] = MappingProxyType({entry.name: entry for entry in (BBB, IBVI)})
 
 
 def find_reproduction(name: str) -> Reproduction:
