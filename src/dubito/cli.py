@@ -31,7 +31,7 @@ def main() -> None:
 def _app() -> "Typer":
     import typer
 
-    from dubito.cli_reproduce import add_reproduce
+    from dubito.experiments.reproduce_command import add_reproduce
 
     app = typer.Typer(
         add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -55,7 +55,7 @@ def _app() -> "Typer":
     ) -> None:
         _compare(data, methods, epochs, seeds, output, as_json, threads)
 
-    add_reproduce(app)
+    add_reproduce(app, print_table)
     return app
 
 

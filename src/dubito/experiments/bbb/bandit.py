@@ -46,9 +46,9 @@ class BanditSettings:
     batch: int = 64
     buffer: int = 4096
     hidden: int = 100
-    lr: float = 1e-3
+    lr: float = 2e-3
     scale: float = 0.1
-    noise: float = 1.0
+    noise: float = 0.5
 
     def __post_init__(self) -> None:
         for name in ("interactions", "steps", "batch", "buffer", "hidden"):
@@ -95,16 +95,15 @@ class _Learner:
 
     def learn(self, inputs: Tensor, rewards: Tensor) -> None:
         """`settings.steps` steps on minibatches of the buffer."""
-        n, s = len(inputs), self.settings
-        chosen = torch.randint(n, (s.steps, s.batch), generator=self.generator)
-        for rows in chosen:
-            loss = self.loss(inputs[rows], rewards[rows] / REWARD_UNIT, n)
+        s = self.settings
+        for rows in torch.randint(len(inputs), (s.steps, s.batch), generator=self.generator):
+            loss = self.loss(inputs[rows], rewards[rows] / REWARD_UNIT)
             self.optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
 
-    def loss(self, x: Tensor, y: Tensor, n: int) -> Tensor:
-        """Of a minibatch; n is how many interactions the buffer holds."""
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Of a minibatch."""
         raise NotImplementedError
 
     def best(self, network: nn.Module, context: Tensor) -> int:
@@ -127,10 +126,14 @@ class ThompsonSampling(_Learner):
         """Greedy under one draw of the weights."""
         return self.best(self.bayes.sample(self.generator), context)
 
-    def loss(self, x: Tensor, y: Tensor, n: int) -> Tensor:
-        """Negative ELBO, nats an interaction."""
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Negative ELBO, nats an interaction.
+
+        As in the paper the KL is divided by the size of the full buffer from the beginning (64 batches of 64), so
+        the posterior is colder than Bayes' rule says until the buffer is full.
+        """
         outputs = self.bayes(x).squeeze(-1)
-        return negative_elbo(self.bayes.nll(outputs, y), self.bayes.kl(), n).loss
+        return negative_elbo(self.bayes.nll(outputs, y), self.bayes.kl(), self.settings.buffer).loss
 
 
 class EpsilonGreedy(_Learner):
@@ -149,7 +152,7 @@ class EpsilonGreedy(_Learner):
             return int(torch.randint(2, (), generator=self.generator))
         return self.best(self.network, context)
 
-    def loss(self, x: Tensor, y: Tensor, n: int) -> Tensor:
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Mean squared error."""
         return nn.functional.mse_loss(self.network(x).squeeze(-1), y)
 

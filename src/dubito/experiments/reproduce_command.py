@@ -1,7 +1,12 @@
-"""The command ``dubito reproduce``; output and exit codes as in `dubito.cli`."""
+"""The command ``dubito reproduce``.
+
+Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 1 the data are not there
+or a training failed, 2 a wrong argument, 130 interrupted (what was finished is kept).
+"""
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,12 +15,13 @@ if TYPE_CHECKING:
     from typer import Typer
 
     from dubito.experiments.reproduction import Reproduced, Reproduction
+    from dubito.report import Table
 
 RESULTS = "results.json"
 
 
-def add_reproduce(app: "Typer") -> None:
-    """Add the command to `app`."""
+def add_reproduce(app: "Typer", print_table: "Callable[[Table], None]") -> None:
+    """Add the command to `app`, which prints tables by `print_table`."""
     import typer
 
     @app.command(name="reproduce", help=_help())
@@ -33,7 +39,11 @@ def add_reproduce(app: "Typer") -> None:
 
         torch.set_num_threads(threads)
         names = [one.strip() for one in part.split(",") if one.strip()]
-        sys.exit(_reproduce(name, None if names == ["all"] else names, full, seeds, output, as_json, png))
+        parts = None if names == ["all"] else names
+        code, session = _run(name, parts, full, seeds, output, png)
+        if session is not None:
+            session.tell(as_json, print_table)
+        sys.exit(code)
 
 
 def _help() -> str:
@@ -52,10 +62,10 @@ def _help() -> str:
     )
 
 
-def _reproduce(
-    name: str, parts: list[str] | None, full: bool, seeds: int, output: Path | None, as_json: bool, png: bool
-) -> int:
-    """Check everything first, run, and tell; whatever is finished is told even where not all is."""
+def _run(
+    name: str, parts: list[str] | None, full: bool, seeds: int, output: Path | None, png: bool
+) -> tuple[int, "_Session | None"]:
+    """Check everything first, then run; the exit code, and what there is to tell."""
     from rich.console import Console
 
     from dubito.experiments.reproduction import chosen_parts
@@ -69,11 +79,9 @@ def _reproduce(
         folder = check_report_folder(output or Path("runs") / name)
     except (ValueError, OSError) as error:
         console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        return 2
+        return 2, None
     session = _Session(console, folder, png)
-    code = session.run(reproduction, chosen, full, seeds)
-    session.tell(as_json)
-    return code
+    return session.run(reproduction, chosen, full, seeds), session
 
 
 class _Session:
@@ -119,9 +127,8 @@ class _Session:
                 )
         self.console.print(f"    {part} took {outcome.seconds:.0f} s", markup=False)
 
-    def tell(self, as_json: bool) -> None:
+    def tell(self, as_json: bool, print_table: "Callable[[Table], None]") -> None:
         """Print the tables (or JSON) of what is finished, and where the rest is."""
-        from dubito.cli import print_table
         from dubito.experiments.reproduction import said
 
         if self.result is None:
