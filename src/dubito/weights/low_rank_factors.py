@@ -189,7 +189,7 @@ class LowRankFactorsPosterior(WeightPosterior):
 
     def mean_weights(self) -> dict[str, Tensor]:
         """The product of the factors' means, kept as factors."""
-        return {self.slot.name: FactoredWeight.of(self.left_mean, self.right_mean, self.slot.shape)}
+        return {self.slot.name: self._product(self.left_mean, self.right_mean)}
 
     @torch.no_grad()
     def rescale_spread_(self, factor: float) -> None:
@@ -218,20 +218,25 @@ class LowRankFactorsPosterior(WeightPosterior):
         }
 
     def realize(self, components: Components) -> dict[str, Tensor]:
-        """The drawn factors, unmultiplied."""
-        weight = FactoredWeight.of(components["left"], components["right"], self.slot.shape)
-        return {self.slot.name: weight}
+        """The drawn factors, as a product."""
+        return {self.slot.name: self._product(components["left"], components["right"])}
 
     def training_weights(self) -> dict[str, Tensor]:
         """One draw by the family's estimator; of an embedding only the rows that are looked up."""
-        name, shape = self.slot.name, self.slot.shape
+        name = self.slot.name
         if isinstance(self.slot.owner, nn.Embedding) and not self.slot.tied:
             sd = sd_of(self.left_spread, "log")
             return {name: EmbeddingRows.of(self.left_mean, sd, self._drawn("right"))}
         estimated = self.estimated_weights()
         if estimated is not None:
             return estimated
-        return {name: FactoredWeight.of(self._drawn("left"), self._drawn("right"), shape)}
+        return {name: self._product(self._drawn("left"), self._drawn("right"))}
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        """Unmultiplied; a recurrent layer's fused kernel takes the dense weight, so it is made at once."""
+        if isinstance(self.slot.owner, nn.RNNBase):
+            return left @ right.mT
+        return FactoredWeight.of(left, right, self.slot.shape)
 
     def estimated_weights(self, estimator: str | None = None) -> dict[str, Tensor] | None:
         """Factors whose products draw their outputs (two stages), or flip signs."""
