@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dubito.divergences import KLMethod
 from dubito.priors import ParameterPrior, PriorSpec, WeightPrior, resolve_prior
+from dubito.weights.drawn import without_autocast
 from dubito.weights.drawn_factors import EmbeddingRows, FactoredWeight
 from dubito.weights.drawn_gaussian import FlipoutWeight, LocalWeight
 from dubito.weights.family import CapabilityError, Components, Family, Group, Noise, WeightPosterior
@@ -235,7 +236,8 @@ class LowRankFactorsPosterior(WeightPosterior):
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         """Unmultiplied; a recurrent layer's fused kernel takes the dense weight, so it is made at once."""
         if isinstance(self.slot.owner, nn.RNNBase):
-            return left @ right.mT
+            with without_autocast(left.device.type):
+                return left @ right.mT
         return FactoredWeight.of(left, right, self.slot.shape)
 
     def estimated_weights(self, estimator: str | None = None) -> dict[str, Tensor] | None:
