@@ -75,6 +75,11 @@ def test_loaders_that_cannot_serve() -> None:
         check_loader("train", iter([(X, Y)]))
     with pytest.raises(TypeError, match="got int"):
         check_loader("train", 3)
+    for whole in (X, (X, Y), [X, Y]):
+        with pytest.raises(TypeError, match=r"ensors?: pass DataLoader\(TensorDataset\(x, y\).*shuffle=True"):
+            check_loader("train", whole)
+    with pytest.raises(TypeError, match=r"got TensorDataset: pass DataLoader\(validation, batch_size=64\)"):
+        check_loader("validation", TensorDataset(X, Y))
     check_loader("train", DataLoader(Stream(), 4))
 
 

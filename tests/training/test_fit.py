@@ -148,6 +148,12 @@ def test_conjugate_linear_regression_is_recovered() -> None:
 # ---- settings ------------------------------------------------------------------------------------------------
 
 
+def test_no_gradient_is_left_for_a_loop_that_follows(data: TensorDataset) -> None:
+    bayes = dubito.bayesianize(network(), dubito.MeanField(), likelihood=dubito.Categorical())
+    fit(bayes, DataLoader(data, 8), epochs=1)
+    assert all(p.grad is None for p in bayes.parameters())
+
+
 def test_options_win_over_the_config(data: TensorDataset) -> None:
     result = fit(bayesian(), DataLoader(data, 25), config=FitConfig(epochs=5, beta=0.1), epochs=2)
     assert len(result.history) == 2
@@ -366,8 +372,15 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "NaN": (
         {"train": [(torch.full((4, 4), float("nan")), torch.zeros(4).long())]},
         ValueError,
-        "not finite|NaN",
+        r"first batch of train has no value .*not finite: outputs.*drop or impute",
     ),
+    "validation label": ({"validation": DataLoader(LABELS, 4)}, ValueError, "2"),
+    "validation NaN": (
+        {"validation": [(torch.full((4, 4), float("nan")), torch.zeros(4).long())]},
+        ValueError,
+        "first batch of validation has no value",
+    ),
+    "tensor": ({"train": XY.tensors[0]}, TypeError, "pass DataLoader"),
     "patience": ({"patience": 2}, ValueError, "patience needs validation="),
     "no batches": ({"train": [torch.randn(4, 4)]}, TypeError, "inputs, target"),
     "closure": ({"optimizer": "lbfgs"}, ValueError, "LBFGS"),

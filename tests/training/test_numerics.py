@@ -143,7 +143,7 @@ def test_validation_that_is_not_finite_stops_as_well() -> None:
     with pytest.raises(
         NonFiniteError, match=r"step 2 \(epoch 1\): after it, the validation NLL has no value"
     ) as caught:
-        fit(bayes, batches(2), [(x * float("nan"), y)], epochs=1, diagnostics=False)
+        fit(bayes, batches(2), [(x, y), (x * float("nan"), y)], epochs=1, diagnostics=False)
     assert caught.value.part == "nll"
     assert_state(bayes, before)
 

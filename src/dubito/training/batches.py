@@ -76,8 +76,16 @@ def check_loader(name: str, loader: Any) -> None:
         TypeError: it cannot be iterated, or only once.
         ValueError: it has no batches.
     """
-    if not isinstance(loader, Iterable):
-        raise TypeError(f"{name} must be a DataLoader or a sequence of batches, got {type(loader).__name__}")
+    whole = isinstance(loader, tuple | list) and bool(loader) and all(isinstance(t, Tensor) for t in loader)
+    if isinstance(loader, Tensor) or whole or not isinstance(loader, Iterable):
+        given = f"a {type(loader).__name__} of tensors" if whole else type(loader).__name__
+        from torch.utils.data import Dataset
+
+        data = name if isinstance(loader, Dataset) else "TensorDataset(x, y)"
+        raise TypeError(
+            f"{name} must be a DataLoader or a sequence of batches (inputs, target), got {given}: pass "
+            f"DataLoader({data}, batch_size=64{', shuffle=True' if name == 'train' else ''})"
+        )
     if isinstance(loader, Iterator):  # asking iter() would start workers and draw a seed
         raise TypeError(
             f"{name} is a {type(loader).__name__} that can be gone through only once; pass a DataLoader or a list"

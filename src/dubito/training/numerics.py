@@ -74,12 +74,13 @@ def diagnose(
         concerned = not_finite({name: p.grad for name, p in named.items()})
         if concerned:
             part, said = "gradient", f"the gradient is not finite in {_few(concerned)}"
-    if part and any(_bad_batch(batch) for batch in group):
+    if part and any(holds_not_finite(batch) for batch in group):
         said += "; the batch itself holds NaN or infinity"
     return part, said, concerned
 
 
-def _bad_batch(batch: Batch) -> bool:
+def holds_not_finite(batch: Batch) -> bool:
+    """Whether a tensor of the batch holds NaN or infinity."""
     tensors = [batch.target, *batch.args, *batch.kwargs.values()]
     return bool(not_finite({str(i): t for i, t in enumerate(tensors) if isinstance(t, Tensor)}))
 

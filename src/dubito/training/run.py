@@ -82,6 +82,8 @@ class TrainingRun:
         with flags_kept(self.model, self.outside), ProgressBar(self.config.epochs, batches, shown) as bar:
             while position.epoch < self.config.epochs and not position.stopped_early:
                 self._epoch(bar, batches or 0)
+        # A loop of one's own may follow, and would add to the last step's gradients.
+        self.setup.optimizer.zero_grad(set_to_none=True)
         if self.config.restore_best and position.best_epoch is not None:
             self.load_weights(self.best)
 

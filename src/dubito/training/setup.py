@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from dubito.bayesian import BayesianModule
 from dubito.likelihoods import Gaussian, HeteroscedasticGaussian, Likelihood
 from dubito.training.batches import (
+    Batch,
     check_loader,
     count_data,
     first_batch,
@@ -22,8 +23,9 @@ from dubito.training.batches import (
 )
 from dubito.training.checkpoints import check_writable
 from dubito.training.config import FitConfig
-from dubito.training.criterion import Criterion, Loss, resolve_likelihood
+from dubito.training.criterion import Criterion, Loss, NotFiniteInput, resolve_likelihood
 from dubito.training.modes import flags_kept
+from dubito.training.numerics import holds_not_finite
 from dubito.training.optimizers import OptimizerFactory, make_optimizer
 from dubito.training.random_state import untouched_randomness
 
@@ -89,6 +91,8 @@ def prepare(
     accelerator = _accelerator(config)
     criterion = Criterion(model, found, loss, config.samples, with_kl, n_data)
     _preflight(criterion, train, accelerator, config)
+    if validation is not None:
+        _preflight_validation(criterion, validation, accelerator)
     made = make_optimizer(model, external_parameters(model, found), config, optimizer)
     return Setup(model, criterion, train, validation, made, config, accelerator, folder, resume)
 
@@ -165,8 +169,11 @@ def _preflight(criterion: Criterion, train: Any, accelerator: Any, config: FitCo
         if config.standardize_targets and not batch.target.is_floating_point():
             raise TypeError(f"standardize_targets needs floating-point targets, got {batch.target.dtype}")
         _only_this_eval(model)
-        with accelerator.autocast():
-            terms = criterion(batch, 1.0)
+        try:
+            with accelerator.autocast():
+                terms = criterion(batch, 1.0)
+        except NotFiniteInput as error:
+            raise _no_value("train", batch, error) from error
     parts = {"nll": terms.nll, "kl": terms.kl}
     for name, value in parts.items():
         if not bool(torch.isfinite(value)):
@@ -174,6 +181,35 @@ def _preflight(criterion: Criterion, train: Any, accelerator: Any, config: FitCo
                 f"the {name.upper()} of the first batch is {float(value)} before any training: look at the data, the "
                 "initial weights and the prior"
             )
+
+
+def _preflight_validation(criterion: Criterion, validation: Any, accelerator: Any) -> None:
+    """One batch of the validation data, so that a wrong one is found before an epoch is trained, not after."""
+    model = criterion.model
+    device = _device_of(model)
+    with untouched_randomness(validation), flags_kept(model, criterion.likelihood), torch.no_grad():
+        batch = split_batch(first_batch("validation", validation))
+        batch = to_device(batch, device) if device is not None else batch
+        _only_this_eval(model)
+        try:
+            with accelerator.autocast():
+                criterion(batch, 0.0)
+        except NotFiniteInput as error:
+            raise _no_value("validation", batch, error) from error
+        except Exception as error:
+            error.add_note("(in the first batch of validation=)")
+            raise
+
+
+def _no_value(name: str, batch: Batch, error: Exception) -> ValueError:
+    remedy = (
+        "drop or impute what is not finite in the data"
+        if holds_not_finite(batch)
+        else "the data are finite, so look at their scale and at the initial weights"
+    )
+    return ValueError(
+        f"the NLL of the first batch of {name} has no value before any training ({error}): {remedy}"
+    )
 
 
 def _only_this_eval(model: nn.Module) -> None:
