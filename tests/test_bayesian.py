@@ -412,6 +412,15 @@ def test_bad_arguments_of_bayesianize() -> None:
         dubito.bayesianize(bayes, MeanField())
 
 
+def test_what_has_no_weights_to_make_random_is_refused() -> None:
+    bayes = dubito.bayesianize(mlp(), LowRankFactors(2, init="svd"))
+    with pytest.raises(ValueError, match=r"holds .*weight.* as factors.*bayes\.merge\(\)"):
+        dubito.bayesianize(bayes.module, MeanField())
+    assert dubito.bayesianize(bayes.merge(), MeanField()).kl() > 0
+    with pytest.raises(ValueError, match="module ReLU has no parameters"):
+        dubito.bayesianize(nn.ReLU(), MeanField())
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(
     "family", [MeanField(), LowRankCovariance(2), LowRankFactors(2, init="svd")], ids=str

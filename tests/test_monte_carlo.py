@@ -269,6 +269,14 @@ def test_bad_inputs_of_predict() -> None:
         bayes.predict([], samples=2)
     with pytest.raises(TypeError, match=r"x must be a tensor, a tuple or mapping.*not int"):
         bayes.predict(3, samples=2)
+    with pytest.raises(TypeError, match=r"not ndarray: pass torch\.as_tensor"):
+        bayes.predict(x.numpy(), samples=2)
+    for call in (bayes.predict, bayes.outputs):
+        with pytest.raises(TypeError, match=r"draws must come from bayes\.draw\(S\), got int"):
+            call(x, draws=5)
+    for seeded in (lambda: bayes.predict(x, generator=0), lambda: bayes.draw(2, 0), lambda: bayes.sample(0)):
+        with pytest.raises(TypeError, match=r"generator must be a torch\.Generator, got int: a seed"):
+            seeded()
     with pytest.raises(ValueError, match=r"estimator='antithetic' is not offered.*flipout, local, weights"):
         bayes.predict(x, estimator="antithetic")
     with pytest.raises(RuntimeError, match=r"dtype|Double|double"):

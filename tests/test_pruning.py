@@ -151,6 +151,12 @@ def test_keep_outside_its_range(keep: float) -> None:
         pruning_curve(bayesian(), lambda _: 0.0, keeps=(0.5, keep))
 
 
+def test_arguments_of_a_pruning_curve_the_wrong_way_round() -> None:
+    bayes = dubito.bayesianize(nn.Linear(3, 2), MeanField())
+    with pytest.raises(TypeError, match=r"got list: write pruning_curve\(bayes, evaluate, keeps\)"):
+        pruning_curve(bayes, [0.5], lambda net: 0.0)  # type: ignore[arg-type]
+
+
 def test_nothing_to_prune() -> None:
     with pytest.raises(ValueError, match="no random weight"):
         prune(bayesian(Point()), 0.5)

@@ -34,6 +34,8 @@ def test_values_that_cannot_be_read_are_not():
         ((4, 1), (4,), 0, (4, 9), -1, r"pass y.squeeze\(-1\)"),
         ((4, 9), (4,), 0, (4, 9), -1, r"one-hot.*y.argmax\(-1\)"),
         ((5,), (4,), 0, (4, 9), -1, "looked for on axis -1"),
+        ((4,), (4, 3), 1, (4, 3), None, r"need a y of shape \(4, 3\)"),
+        ((5,), (4, 3), 1, (4, 3), None, r"need a y of shape \(3,\)"),
         ((5,), (4,), 0, (4,), None, "The batch comes first in both"),
     ],
 )

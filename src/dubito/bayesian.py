@@ -20,6 +20,8 @@ from dubito.likelihoods import Likelihood
 from dubito.monte_carlo import (
     Draws,
     as_arguments,
+    check_draws,
+    check_generator,
     check_samples,
     estimated_keys,
     fresh_components,
@@ -225,6 +227,7 @@ class BayesianModule(nn.Module):
         if (samples is None) == (draws is None):
             raise ValueError("outputs wants exactly one of samples=S (fresh draws) and draws=bayes.draw(S)")
         args, kwargs = as_arguments(x)
+        check_draws(draws)
         if draws is not None:
             return run_draws(self, args, kwargs, draws.components(self), len(draws), chunk_size)
         count = check_samples(samples)
@@ -278,6 +281,7 @@ class BayesianModule(nn.Module):
 
         It is a copy: later training does not change it, and it can be saved or called like any network of its class.
         """
+        check_generator(generator)
         values: Values = {}
         with torch.no_grad():
             for posterior in self.posteriors():

@@ -16,7 +16,7 @@ from dubito.likelihoods import Likelihood, likelihood_from_config
 from dubito.patterns import Families, assign
 from dubito.priors import PriorRule, PriorSpec
 from dubito.weights.family import DubitoWarning, Family, Group, WeightPosterior, check_finite
-from dubito.weights.slots import Slot, find_slots
+from dubito.weights.slots import Slot, emptied, find_slots
 
 
 def bayesianize(
@@ -79,10 +79,16 @@ def bayesianize(
 def _check_arguments(module: object, likelihood: object) -> None:
     if isinstance(module, BayesianModule):
         raise TypeError(
-            "module is already a BayesianModule; bayesianize its .module, or bayes.merge() for a plain copy"
+            "module is already a BayesianModule; bayesianize bayes.merge(), a plain copy at the posterior mean"
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be an nn.Module, not {type(module).__name__}")
+    taken = emptied(module)
+    if taken:
+        raise ValueError(
+            f"module is the inside of a BayesianModule that holds {', '.join(taken)} as factors, so it has no dense "
+            "weights of its own; bayesianize bayes.merge(), a plain copy at the posterior mean"
+        )
     if likelihood is not None and not isinstance(likelihood, Likelihood):
         hint = f"; write {likelihood.__name__}()" if isinstance(likelihood, type) else ""
         raise TypeError(

@@ -45,7 +45,7 @@ class Draws:
     ) -> Draws:
         """Draw noise, draw by draw: the first S of more draws are the same draws, however they are chunked."""
         count = check_samples(samples)
-        generator = generator if generator is not None else _own_generator(posteriors)
+        generator = check_generator(generator) or _own_generator(posteriors)
         keys = [key_of(p.slots[0].name) for p in posteriors]
         stacks = [_StackedNoise(p, count, generator) for p in posteriors]
         for index in range(count):
@@ -138,6 +138,24 @@ def check_samples(samples: Any) -> int:
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples={samples!r} must be a whole number of at least 1 (draws of the weights)")
     return samples
+
+
+def check_draws(draws: object) -> None:
+    """Raise `TypeError` unless `draws` is `Draws` or None."""
+    if draws is not None and not isinstance(draws, Draws):
+        raise TypeError(
+            f"draws must come from bayes.draw(S), got {type(draws).__name__}; their number alone is samples="
+        )
+
+
+def check_generator(generator: torch.Generator | None) -> torch.Generator | None:
+    """The generator itself; `TypeError` where it is something else, such as a seed."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator, got {type(generator).__name__}: a seed goes in by "
+            "torch.Generator().manual_seed(seed), or by torch.manual_seed(seed) before the call"
+        )
+    return generator
 
 
 def as_arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -306,6 +324,7 @@ def predict(
     """See `BayesianModule.predict`."""
     likelihood = bayes.require_likelihood()
     _check_estimator(bayes, estimator)
+    check_draws(draws)
     count = len(draws) if draws is not None else check_samples(samples)
     _check_chunk_size(chunk_size)
     stream = not isinstance(x, Tensor | tuple | Mapping)
@@ -360,7 +379,7 @@ class _Source:
             step = count if chunk_size is None or draws is not None else chunk_size
         self.starts = range(0, count, step)
         self.sizes = [min(step, count - start) for start in self.starts]
-        self.generator = generator if generator is not None else _own_generator(posteriors)
+        self.generator = check_generator(generator) or _own_generator(posteriors)
         self.state = self.generator.get_state()
         self.kept: list[Components] | None = None
 
@@ -387,9 +406,11 @@ def _entries(posterior: WeightPosterior) -> int:
 
 
 def _batches(x: Any, device: torch.device) -> Iterator[Any]:
-    if not isinstance(x, Iterable):
+    if not isinstance(x, Iterable) or hasattr(x, "__array__"):
+        hint = ": pass torch.as_tensor(x)" if hasattr(x, "__array__") else ""
         raise TypeError(
-            f"x must be a tensor, a tuple or mapping of arguments, or an iterable of batches, not {type(x).__name__}"
+            "x must be a tensor, a tuple or mapping of arguments, or an iterable of batches, not "
+            f"{type(x).__name__}{hint}"
         )
     for batch in x:
         if isinstance(batch, Mapping):

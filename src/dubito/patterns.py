@@ -28,11 +28,15 @@ def assign(module: nn.Module, slots: Sequence[Slot], families: Families) -> list
 
     Raises:
         TypeError: for something that is neither.
-        ValueError: a pattern that matches nothing, or a parameter that two patterns match.
+        ValueError: a module without parameters, a pattern that matches nothing, or a parameter that two patterns match.
     """
     if isinstance(families, Family):
         families = {"*": families}
     _check_types(families)
+    if not slots:
+        raise ValueError(
+            f"module {type(module).__name__} has no parameters, so there is nothing to make random"
+        )
     taken: dict[str, Pattern] = {}
     result: list[tuple[Family, list[Slot]]] = []
     for pattern, family in families.items():
@@ -80,7 +84,9 @@ def show(pattern: Pattern) -> str:
 
 def _check_types(families: object) -> None:
     if isinstance(families, type) and issubclass(families, Family):
-        raise TypeError(f"families is the class {families.__name__}: give an instance, {families.__name__}(…)")
+        raise TypeError(
+            f"families is the class {families.__name__}: give an instance, {families.__name__}(…)"
+        )
     if not isinstance(families, Mapping):
         raise TypeError(
             f"families must be a family such as dubito.MeanField() or a mapping from patterns to families, "

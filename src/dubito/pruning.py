@@ -103,8 +103,14 @@ def pruning_curve(
         A point for each of `keeps`, in their order.
 
     Raises:
+        TypeError: evaluate is no function.
         ValueError: as for `prune`, or no fraction given.
     """
+    if not callable(evaluate):
+        raise TypeError(
+            f"evaluate must be a function from a plain network to a number, got {type(evaluate).__name__}: write "
+            "pruning_curve(bayes, evaluate, keeps)"
+        )
     fractions = [_fraction("keeps", keep) for keep in keeps]
     if not fractions:
         raise ValueError("keeps is empty: give the fractions of weights to keep, such as (1.0, 0.25, 0.05)")

@@ -130,6 +130,8 @@ def check_shape(
     given = tuple(y.shape)
     if tuple(like[-1:]) == (1,) and tuple(like[:-1])[-len(given) :] == given:  # nothing but the 1 is amiss
         expected = (*given, 1)
+    elif lead and given[0] == like[0]:  # the first dimension is the batch, not draws
+        expected = tuple(like)
     raise ValueError(
         f"y has shape {given}, but outputs of shape {outputs} need a y of shape {expected}. "
         + _remedy(given, expected, outputs, class_axis)

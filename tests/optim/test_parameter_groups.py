@@ -73,3 +73,8 @@ def test_bad_arguments() -> None:
         dubito.parameter_groups(bayes, lr=0.1, weight_decay=-1.0)
     with pytest.raises(ValueError, match="no trainable parameter"):
         dubito.parameter_groups(bayes.requires_grad_(False), lr=0.1)
+
+
+def test_an_ordinary_module_is_told_what_to_do() -> None:
+    with pytest.raises(TypeError, match=r"got Sequential: an ordinary module's parameters\(\)"):
+        dubito.parameter_groups(network(), lr=0.1)  # type: ignore[arg-type]

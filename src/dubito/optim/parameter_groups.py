@@ -24,8 +24,14 @@ def parameter_groups(bayes: BayesianModule, lr: float, weight_decay: float = 0.0
         Two groups, "weights" (decayed) and "spread" (not), by the key `name`.
 
     Raises:
+        TypeError: for a module that has no random weights.
         ValueError: for a learning rate or decay that is negative, or a module without trainable parameters.
     """
+    if not hasattr(bayes, "posteriors"):
+        raise TypeError(
+            f"bayes must be a BayesianModule, got {type(bayes).__name__}: an ordinary module's parameters() go to the "
+            "optimizer as they are"
+        )
     if not lr > 0:
         raise ValueError(f"lr={lr!r} must be positive")
     if not weight_decay >= 0:

@@ -206,8 +206,8 @@ class KroneckerCovariancePosterior(WeightPosterior):
         """
         raise CapabilityError(
             "KroneckerCovariance offers no KL divergence: with ranks below the matrix's size its covariance is "
-            "singular, and a prior with a density gives that subspace no mass. Measure its distance by wasserstein, or "
-            "use MeanField for an ELBO"
+            "singular, and a prior with a density gives that subspace no mass. Train it by the expected loss alone (in "
+            'dubito.fit objective="expected_loss"), measure its distance by wasserstein, or use MeanField for an ELBO'
         )
 
     def wasserstein(self, other: WeightPosterior) -> Tensor:

@@ -143,8 +143,8 @@ class LowRankCovariancePosterior(WeightPosterior):
         raise CapabilityError(
             "LowRankCovariance has no finite KL divergence: its covariance S Sᵀ has rank "
             f"{self.rank}, and a prior with a density gives that subspace no mass. Train it by the expected loss "
-            "alone (the loss of bayes(x), no KL; SGD from this initialisation regularises it), or measure its "
-            "distance by wasserstein"
+            "alone (the loss of bayes(x), no KL; SGD from this initialisation regularises it), in dubito.fit by "
+            'objective="expected_loss", or measure its distance by wasserstein'
         )
 
     def wasserstein(self, other: WeightPosterior) -> Tensor:

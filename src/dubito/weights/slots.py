@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+# What `Slot.put` has emptied, for as long as the module lives.
+_emptied: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -72,6 +76,8 @@ class Slot:
         """Place `value` (None empties the slot) in all its places."""
         for owner, attribute in self.places:
             owner._parameters[attribute] = value
+            if value is None:
+                _emptied.setdefault(owner, set()).add(attribute)
             refresh_recurrent(owner)
 
 
@@ -91,6 +97,16 @@ def find_slots(module: nn.Module) -> list[Slot]:
                 known.aliases += (name,)
                 known.places.append((owner, attribute))
     return list(slots.values())
+
+
+def emptied(module: nn.Module) -> list[str]:
+    """Names of the parameters that a factored family has taken out of a module (not out of its copies)."""
+    return [
+        f"{prefix}.{attribute}" if prefix else attribute
+        for prefix, owner in module.named_modules()
+        for attribute in sorted(_emptied.get(owner, ()))
+        if owner._parameters.get(attribute) is None
+    ]
 
 
 def refresh_recurrent(owner: nn.Module) -> None:
