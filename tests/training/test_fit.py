@@ -267,7 +267,8 @@ def test_validation_is_the_nll_of_the_averaged_predictive(data: TensorDataset) -
     expected = -bayes.predict(x, draws=draws).log_prob(y).mean()
     assert result.history[0].validation_nll == pytest.approx(float(expected), rel=1e-5)
     each = torch.stack([F.cross_entropy(o, y) for o in bayes.eval().outputs(x, draws=draws)]).mean()
-    assert float(expected) < float(each.detach()) - 0.01  # Jensen: averaging probabilities is not averaging losses
+    # Jensen: averaging probabilities is not averaging losses
+    assert float(expected) < float(each.detach()) - 0.01
 
 
 def test_validation_at_the_mean(data: TensorDataset) -> None:

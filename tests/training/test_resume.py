@@ -252,6 +252,18 @@ def test_settings_that_differ_are_said(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
+def test_another_optimizer_begins_anew(tmp_path: Path) -> None:
+    model = make("mean field")
+    options: dict[str, Any] = {"checkpoint_dir": tmp_path, "diagnostics": False}
+    fit(model, loader(), loss=StoppingLoss(None), epochs=1, **options)
+    with pytest.warns(dubito.DubitoWarning, match=r"was 'Adam', now 'SGD'.*of another kind, begins anew"):
+        result = fit(
+            model, loader(), loss=StoppingLoss(None), epochs=2, resume=True,
+            optimizer=lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9), **options,
+        )  # fmt: skip
+    assert [record.epoch for record in result.history] == [1, 2]
+
+
 def test_an_iterator_that_ends_early_is_no_endless_loop() -> None:
     class Once:
         def __init__(self) -> None:

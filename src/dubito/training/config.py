@@ -44,7 +44,8 @@ class FitConfig:
         restore_best: end with the weights of the best validation NLL rather than the last ones.
         standardize_targets: train on (y − mean) / sd of the training targets, and tell the model, whose
             predictive undoes it. NLLs reported are of the targets as given, so they can be compared.
-        checkpoint_dir: folder of `last.safetensors` (everything needed to go on) and `best.safetensors`.
+        checkpoint_dir: folder of `last.safetensors` (everything needed to go on) and `best.safetensors`. Weights
+            alone: `model.load_state_dict(dubito.training.load_checkpoint(path)["weights"]["model"])`.
         checkpoint_every: steps between checkpoints besides the one at the end of each epoch. None: no others.
         resume: True: go on from `checkpoint_dir` if there is a checkpoint, start otherwise. A path: go on
             from that file, which must exist. False: start, and refuse a folder that already holds a

@@ -85,9 +85,14 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     found = [f"{k} was {saved[k]!r}, now {v!r}" for k, v in now.items() if k in saved and saved[k] != v]
     if not found:
         return
+    another = saved.get("optimizer") != now.get("optimizer")
     warnings.warn(
-        f"the resumed run differs from the checkpoint: {'; '.join(found)}. The new settings are used, but the "
-        "optimizer goes on with the learning rate and decay it had",
+        f"the resumed run differs from the checkpoint: {'; '.join(found)}. The new settings are used, "
+        + (
+            "and the optimizer, being of another kind, begins anew"
+            if another
+            else "but the optimizer goes on with the learning rate and decay it had"
+        ),
         DubitoWarning,
         stacklevel=6,
     )

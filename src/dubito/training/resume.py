@@ -38,7 +38,8 @@ def restore(run: TrainingRun, path: Path) -> None:
     run.load_weights(content["weights"])
     differences(content["settings"], _settings(run))
     use_scale(run.setup, content["target"]["shift"], content["target"]["scale"])
-    run.setup.optimizer.load_state_dict(content["optimizer"])
+    if content["settings"]["optimizer"] == type(run.setup.optimizer).__name__:
+        run.setup.optimizer.load_state_dict(content["optimizer"])  # another kind cannot read it: begins anew
     if run.scheduler is not None and content["scheduler"] is not None:
         run.scheduler.load_state_dict(content["scheduler"])
     if run.accelerator.scaler is not None and content["scaler"] is not None:
