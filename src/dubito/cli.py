@@ -38,7 +38,12 @@ def _app() -> "Typer":
     )
 
     @app.callback()
-    def top() -> None:
+    def top(
+        version: Annotated[
+            bool,
+            typer.Option("--version", is_eager=True, callback=_version, help="Print the version and stop."),
+        ] = False,
+    ) -> None:
         """Bayesian deep learning in PyTorch: any module, called with random weights."""
 
     @app.command(name="compare", help=_compare_help())
@@ -57,6 +62,14 @@ def _app() -> "Typer":
 
     add_reproduce(app, print_table)
     return app
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from dubito import __version__
+
+        print(f"dubito {__version__}")
+        sys.exit(0)
 
 
 def _compare_help() -> str:
@@ -143,7 +156,8 @@ class _Session:
 
     def tell(self, as_json: bool) -> None:
         """Print the table (or JSON) of what is finished and write the report."""
-        from dubito.experiments.compare_report import report, table
+        from dubito.experiments.compare_report import pictures, report, table
+        from dubito.plots import save_png
         from dubito.report import write_report
 
         if self.comparison is None:
@@ -154,6 +168,8 @@ class _Session:
         else:
             print_table(table(self.comparison))
         path = write_report(report(self.comparison), self.folder)
+        for name, figure in pictures(self.comparison).items():
+            save_png(figure, self.folder / name)
         if not self.comparison.complete:
             self.console.print("not all runs were finished; what was is kept:")
         self.console.print(f"{path}\n{self.folder / RESULTS}", soft_wrap=True, markup=False)

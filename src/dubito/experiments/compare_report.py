@@ -112,6 +112,19 @@ def report(comparison: Comparison) -> Report:
     return Report(title, _lead(comparison), table(comparison), sections)
 
 
+def pictures(comparison: Comparison) -> dict[str, Figure]:
+    """The two pictures that say most, by file name: risk against coverage, and images by certainty.
+
+    Raises:
+        ValueError: if no run has finished.
+    """
+    if not comparison.runs:
+        raise ValueError("there is nothing to draw: no run has finished")
+    shown = next((name for name in comparison.finished if name != REFERENCE), comparison.finished[0])
+    extremes = _extreme_images(comparison, comparison.runs_of(shown)[0])
+    return {"risk-coverage.png": _curves(comparison), "certainty.png": extremes}
+
+
 def _lead(comparison: Comparison) -> tuple[str, ...]:
     split = next(iter(comparison.exams.values())).split
     first = (
@@ -176,21 +189,23 @@ def _calibration(comparison: Comparison) -> Section:
     return Section("Calibration", (text,), pictures=tuple(pictures))
 
 
-def _selective(comparison: Comparison) -> Section:
+def _curves(comparison: Comparison) -> Figure:
     curves = {}
     for name in comparison.finished:
         probs, labels = _pooled(comparison, name)
         confidence, predicted = probs.max(-1)
         curves[METHODS[name].title] = (confidence, (predicted != labels).double())
+    return plots.risk_coverage_curves(curves)
+
+
+def _selective(comparison: Comparison) -> Section:
     areas = ", ".join(
         f"{METHODS[name].title} {statistics.fmean(comparison.values(name, 'aurc')):.2f}"
         for name in comparison.finished
     )
     alt = f"Error among the images answered against their share. Area under each curve, times 100: {areas}."
     text = "Leave the least certain images to a person: how fast does the error among the others fall? Lower is better."
-    return Section(
-        "Answering only when sure", (text,), pictures=(Picture(plots.risk_coverage_curves(curves), alt),)
-    )
+    return Section("Answering only when sure", (text,), pictures=(Picture(_curves(comparison), alt),))
 
 
 def _unknown(comparison: Comparison) -> Section:
