@@ -10,6 +10,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
+import dubito
 from dubito import cli
 from dubito.data import DATASETS, DatasetEntry, letters, split_images
 from dubito.experiments import METHODS, Method
@@ -39,6 +40,11 @@ def call(monkeypatch, *arguments):
     finally:
         torch.set_num_threads(threads)
     return 0
+
+
+def test_the_version(monkeypatch, capsys):
+    assert call(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.strip() == f"dubito {dubito.__version__}"
 
 
 def test_compare_prints_a_table_and_writes_both_files(monkeypatch, capsys, tiny, tmp_path):
