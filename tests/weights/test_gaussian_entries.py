@@ -270,3 +270,18 @@ def test_t24_two_forwards_and_one_backward_keep_their_own_noise() -> None:
     expected.backward()
     torch.testing.assert_close(bayes.module.weight.grad, mean.grad, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(posterior.spread.grad, spread.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loc", [1.0, 10.0, 100.0])
+def test_kl_in_float32_to_a_narrow_prior_far_from_zero(loc: float) -> None:
+    prior = Normal(loc, 1e-4 * loc)
+    mean, spread = parameters(torch.float32)
+    with torch.no_grad():
+        mean.mul_(1e-3).add_(loc)
+        spread.sub_(6.0)
+    wide = Normal(mean.detach().double(), spread.detach().double().exp())
+    exact = kl_divergence(wide, Normal(prior.loc.double(), prior.scale.double())).sum()
+    made = draw_with_kl(mean, spread, ParameterPrior(prior))
+    assert made is not None
+    for value in (made[1].kl, entries_kl(mean, spread, "log", ParameterPrior(prior))):
+        assert value.item() == pytest.approx(exact.item(), rel=1e-5)

@@ -173,9 +173,11 @@ def _kl_value(mean: Tensor, log_sd_sum: Tensor, sd: Tensor, loc: Moment, scale: 
         half_precision = 0.5 / scale**2
         value = torch.add(constant, torch.dot(s, s), alpha=half_precision)
         return torch.add(value, torch.dot(m, m), alpha=half_precision) - log_sd_sum
-    squares = torch.dot(s, s) + torch.dot(m, m)
     if loc != 0:
-        squares = squares - 2 * loc * m.sum() + m.numel() * loc**2
+        m = (
+            m - loc
+        )  # first of all: expanded, the square would cancel where the scale is small beside the mean
+    squares = torch.dot(s, s) + torch.dot(m, m)
     log_scale = scale.log() if isinstance(scale, Tensor) else math.log(scale)
     return squares / (2 * scale**2) - log_sd_sum + m.numel() * (log_scale - 0.5)
 
