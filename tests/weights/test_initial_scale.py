@@ -19,6 +19,9 @@ CASES: dict[str, tuple[nn.Module, dict[str, float]]] = {
     "conv1d groups": (nn.Conv1d(4, 6, 5, groups=2), {"weight": 10, "bias": 10}),
     "conv2d": (nn.Conv2d(3, 8, (3, 2)), {"weight": 18, "bias": 18}),
     "conv3d": (nn.Conv3d(2, 4, (1, 2, 3)), {"weight": 12, "bias": 12}),
+    "one output channel": (nn.Conv2d(64, 1, 3), {"weight": 576, "bias": 576}),
+    "bilinear with one output": (nn.Bilinear(5, 7, 1), {"weight": 35, "bias": 35}),
+    "one output": (nn.Linear(7, 1), {"weight": 7, "bias": 7}),
     "transposed": (nn.ConvTranspose2d(4, 6, 3), {"weight": 36, "bias": 36}),
     "transposed groups": (nn.ConvTranspose1d(4, 6, 3, groups=2), {"weight": 6, "bias": 6}),
     "embedding": (nn.Embedding(100, 16), {"weight": 16}),
@@ -35,6 +38,19 @@ CASES: dict[str, tuple[nn.Module, dict[str, float]]] = {
     "attention of other sizes": (
         nn.MultiheadAttention(6, 2, kdim=4, vdim=3, bias=False),
         {"q_proj_weight": 6, "k_proj_weight": 4, "v_proj_weight": 3, "out_proj.weight": 6},
+    ),
+    "biases of attention of other sizes": (
+        nn.MultiheadAttention(6, 2, kdim=4, vdim=3, add_bias_kv=True),
+        {
+            "q_proj_weight": 6,
+            "k_proj_weight": 4,
+            "v_proj_weight": 3,
+            "in_proj_bias": 6,
+            "bias_k": 6,
+            "bias_v": 6,
+            "out_proj.weight": 6,
+            "out_proj.bias": 6,
+        },
     ),
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dubito.weights.slots import Slot
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_ONE_ROW_AN_OUTPUT = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.Bilinear)
 
 
 def fan_in(slot: Slot) -> float:
@@ -46,18 +47,22 @@ def spread_of(value: Tensor, fan: float) -> float:
 
 
 def _fan_in_of_matrix(owner: nn.Module, shape: tuple[int, ...]) -> float:
-    if isinstance(owner, nn.Embedding | nn.EmbeddingBag) or shape[0] == 1:
+    if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
         return float(shape[-1])
     if isinstance(owner, _TRANSPOSED):
         return float(shape[0] * math.prod(shape[2:])) / int(owner.groups)
     if type(owner).__name__ == "Conv1D" and len(shape) == 2:  # transformers' linear layer, stored (in, out)
         return float(shape[0])
+    if shape[0] == 1 and not isinstance(
+        owner, _ONE_ROW_AN_OUTPUT
+    ):  # a token, or positions: (1, …, dimension)
+        return float(shape[-1])
     return float(math.prod(shape[1:]))
 
 
 def _fan_in_of_vector(owner: nn.Module, name: str) -> float:
     sibling = name.replace("bias", "weight", 1) if "bias" in name else None
-    for candidate in (sibling, "weight", "in_proj_weight") if sibling else ():
+    for candidate in (sibling, "weight", "in_proj_weight", "q_proj_weight") if sibling else ():
         shape = _shape_of(owner, candidate)
         if shape is not None and len(shape) >= 2:
             return _fan_in_of_matrix(owner, shape)
