@@ -253,3 +253,58 @@ def test_gradients_reach_means_and_deviations_as_by_hand() -> None:
     expected = torch.autograd.grad(by_hand.sin().sum(), (mean, sd))
     torch.testing.assert_close(y, by_hand)
     torch.testing.assert_close(got[1], expected[1])
+
+
+# ------------------------------------------------------------------------------------------------ views of a weight
+
+
+class Viewed(nn.Module):
+    """A weight that is used through views of it."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, self.weight)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, w: x @ w.view(2, 8)[0, :4] - x @ w[0],
+        lambda x, w: (w.t() - w.mT).sum() + 0 * x,
+        lambda x, w: w.reshape(-1).sum() - sum(part.sum() for part in w.chunk(2, 1)) + 0 * x,
+        lambda x, w: w.t()[1:].sum() - w[:, 1:].sum() + 0 * x,
+    ],
+)
+def test_views_of_a_local_weight_are_views_of_one_draw(use: Callable[[Tensor, Tensor], Tensor]) -> None:
+    bayes = dubito.bayesianize(Viewed(use).double(), dubito.MeanField(scale=1.0, estimator="local"))
+    with pytest.warns(dubito.DubitoWarning, match="has no rule"):
+        output = bayes(torch.ones(2, 4, dtype=D))
+    assert output.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("use", "refused"),
+    [
+        (lambda x, w: F.linear(x, w.t()) - F.linear(x, w.t()), True),
+        (lambda x, w: F.linear(x, w.t()) - F.linear(x, w), True),
+        (lambda x, w: F.linear(x, w[:3]).sum(-1) - F.linear(x, w[2:]).sum(-1), True),
+        (lambda x, w: F.linear(x, w[:2]) - F.linear(x, w[2:]), False),
+        (lambda x, w: F.linear(x[:, :2], w[:, :2]) - F.linear(x[:, 2:], w[:, 2:]), False),
+        (lambda x, w: sum(F.linear(x, part) for part in w.chunk(4)), False),
+    ],
+)
+def test_entries_of_a_local_weight_are_used_once(
+    use: Callable[[Tensor, Tensor], Tensor], refused: bool
+) -> None:
+    bayes = dubito.bayesianize(Viewed(use), dubito.MeanField(estimator="local"))
+    if not refused:
+        assert bayes(torch.ones(2, 4)).isfinite().all()
+        return
+    factors = dubito.LowRankFactors(1, init="svd", estimator="local")
+    for network in (bayes, dubito.bayesianize(Viewed(use), factors)):
+        with pytest.raises(RuntimeError, match="used twice"):
+            network(torch.ones(2, 4))

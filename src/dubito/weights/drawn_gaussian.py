@@ -32,12 +32,18 @@ _SPATIAL = {
 
 
 class LocalWeight(DrawnWeight):
-    """Independent Gaussian entries given by mean and variance; operators draw their outputs."""
+    """Independent Gaussian entries given by mean and variance; operators draw their outputs.
+
+    A view of one (a transpose, a slice) is another, of the same weight: its dense draw is the view of the whole's, and
+    what it is used for counts as a use of its entries.
+    """
 
     mean_: Tensor
     variance: Tensor
-    used: bool
     noise: Tensor | None
+    used: tuple[Tensor, ...]
+    whole: LocalWeight | None
+    seen_as: Callable[[Tensor], Tensor]
 
     @classmethod
     def of(cls, mean: Tensor, sd: Tensor) -> LocalWeight:
@@ -48,8 +54,12 @@ class LocalWeight(DrawnWeight):
     def of_variance(cls, mean: Tensor, variance: Tensor) -> LocalWeight:
         """Wrap mean and variance, this in float32 at least: squares leave the range of half precision."""
         self = cls.wrap(mean.shape, (mean, variance))
-        self.mean_, self.variance, self.used, self.noise = mean, variance, False, None
+        self.mean_, self.variance, self.used, self.noise, self.whole = mean, variance, (), None, None
         return self
+
+    def dense(self) -> Tensor:
+        """One shared draw; of a view, that of the whole, viewed."""
+        return super().dense() if self.whole is None else self.seen_as(self.whole.dense())
 
     @property
     def estimator(self) -> str:
@@ -67,23 +77,52 @@ class LocalWeight(DrawnWeight):
         """Note one use; a second would draw an inconsistent weight.
 
         Raises:
-            RuntimeError: at the second use.
+            RuntimeError: at the second use of an entry.
         """
-        if self.used or self._memo:
+        whole = self
+        while whole.whole is not None:
+            whole = whole.whole
+        if whole._memo or any(_overlap(self.mean_, other) for other in whole.used):
             raise RuntimeError(
                 'the estimator "local" draws outputs, so a weight used twice in one call would be two different '
                 'weights. Use estimator="weights" for this parameter'
             )
-        self.used = True
+        whole.used = (*whole.used, self.mean_)
 
     def progress(self) -> Any:
-        """The memo, the noise behind it and whether an output was drawn."""
+        """The memo, the noise behind it and the entries whose outputs were drawn."""
         return super().progress(), self.noise, self.used
 
     def rewind(self, progress: Any) -> None:
         """Back to that point."""
         memo, self.noise, self.used = progress
         super().rewind(memo)
+
+
+def _overlap(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors of one weight's means share entries; a copy may hold any of them."""
+    if one.numel() == 0 or two.numel() == 0:
+        return False
+    try:
+        if one.untyped_storage().data_ptr() != two.untyped_storage().data_ptr():
+            return True
+    except (RuntimeError, NotImplementedError):  # under a transform there is no storage to look at
+        pass
+    ends = [_ends(t) for t in (one, two)]
+    if ends[0][1] < ends[1][0] or ends[1][1] < ends[0][0]:
+        return False
+    places = [
+        torch.arange(first, last + 1).as_strided(t.shape, t.stride()).reshape(-1)
+        for t, (first, last) in zip((one, two), ends, strict=True)
+    ]
+    return bool(torch.isin(*places).any())
+
+
+def _ends(tensor: Tensor) -> tuple[int, int]:
+    """The first and the last place in storage."""
+    first = int(tensor.storage_offset())
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + int(reach)
 
 
 class FlipoutWeight(DrawnWeight):
@@ -197,13 +236,25 @@ def _linear_stored_in_out(input: Tensor, weight: Tensor, bias: Tensor | None) ->
 
 def _both(weight: Any, take: Callable[[Tensor], Any]) -> Any:
     """Apply a view to both tensors a Gaussian drawn weight is made of."""
-    local = isinstance(weight, LocalWeight)
-    second = weight.variance if local else weight.perturbation
-    make: Callable[[Tensor, Tensor], Any] = LocalWeight.of_variance if local else FlipoutWeight.of
-    means, others = take(weight.mean_), take(second)
+    if isinstance(weight, LocalWeight):
+        return _views(weight, take)
+    means, others = take(weight.mean_), take(weight.perturbation)
     if isinstance(means, Tensor):
-        return make(means, others)
-    return tuple(make(a, b) for a, b in zip(means, others, strict=True))
+        return FlipoutWeight.of(means, others)
+    return tuple(FlipoutWeight.of(a, b) for a, b in zip(means, others, strict=True))
+
+
+def _views(weight: LocalWeight, take: Callable[[Tensor], Any]) -> Any:
+    def view(mean: Tensor, variance: Tensor, of: Callable[[Tensor], Tensor]) -> LocalWeight:
+        made = LocalWeight.of_variance(mean, variance)
+        made.whole, made.seen_as = weight, of
+        return made
+
+    means, variances = take(weight.mean_), take(weight.variance)
+    if isinstance(means, Tensor):
+        return view(means, variances, take)
+    pairs = enumerate(zip(means, variances, strict=True))
+    return tuple(view(m, v, lambda dense, i=i: take(dense)[i]) for i, (m, v) in pairs)  # type: ignore[misc]
 
 
 def _view_rule(function: Any) -> None:
