@@ -320,3 +320,15 @@ def test_table_of_dense_and_of_multi_label_problems_is_per_outcome():
     assert m.classification_metrics(several, y.reshape(20, 3)) == pytest.approx(flat)
     with pytest.raises(ValueError, match="shape"):
         m.classification_metrics(several, y)
+
+
+def test_classes_are_found_where_they_are_though_all_sizes_agree():
+    for seed in range(40):  # other axes fit by their shape, and by chance in their largest entries
+        logits = torch.randn(3, 1, 2, 2, 2, generator=torch.Generator().manual_seed(seed))
+        y = torch.randint(0, 2, (1, 2, 2), generator=torch.Generator().manual_seed(seed))
+        p = Predictive.from_draws("categorical", logits, logits=True, dim=-3)
+        right = (p.probs.argmax(1) == y).double().mean()
+        square = (p.probs.movedim(1, -1) - torch.nn.functional.one_hot(y, 2)).square().sum(-1).mean()
+        table = m.classification_metrics(p, y)
+        assert table["accuracy"] == pytest.approx(float(right))
+        assert table["brier"] == pytest.approx(float(square), rel=1e-5)

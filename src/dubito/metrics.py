@@ -250,11 +250,9 @@ def _outcomes(predictive: Predictive, y: Tensor) -> tuple[Tensor, Tensor]:
     if predictive.kind == "bernoulli":
         check_same_shape(probs=probs, y=y)
         return probs.flatten(), y.flatten()
-    predicted = predictive.prediction
-    for axis in range(-1, -probs.ndim, -1):  # dense outputs keep their classes on another axis
-        if probs.argmax(axis).shape == predicted.shape and bool((probs.argmax(axis) == predicted).all()):
-            return probs.movedim(axis, -1), y
-    return probs, y
+    return probs.movedim(
+        getattr(predictive, "_axis", -1), -1
+    ), y  # dense outputs keep their classes elsewhere
 
 
 def classification_metrics(predictive: Predictive, y: Tensor, bins: int = 15) -> dict[str, float]:
