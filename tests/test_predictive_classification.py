@@ -168,3 +168,12 @@ def test_a_classifier_has_no_intervals(call):
 def test_targets_of_a_classifier_are_checked(y, error, message):
     with pytest.raises(error, match=message):
         classifier().log_prob(y)
+
+
+@pytest.mark.parametrize("bad", [[math.inf, 0.0, 0.0], [-math.inf, -math.inf, -math.inf]])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_logits_whose_softmax_is_nan_do_not_pass(bad, dtype):
+    with pytest.raises(ValueError, match=r"softmax of draws holds 3 NaN, first at index 0, 1, 0"):
+        Predictive.from_draws("categorical", torch.tensor([[[0.0, 1.0, 2.0], bad]], dtype=dtype), logits=True)
+    masked = torch.tensor([[[0.0, -math.inf, 0.0]]])
+    assert Predictive.from_draws("categorical", masked, logits=True).probs.tolist() == [[0.5, 0.0, 0.5]]

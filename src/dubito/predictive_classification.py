@@ -189,7 +189,10 @@ def _log_probs(name: str, values: Tensor, axis: int | None, logits: bool) -> Ten
     if logits:
         if axis is None:
             return torch.stack([F.logsigmoid(-values), F.logsigmoid(values)], -1)
-        return F.log_softmax(values.movedim(axis, -1), -1)
+        log_probs = F.log_softmax(values.movedim(axis, -1), -1)
+        remedy = "They come of a logit of +inf, or of all being -inf: half precision overflows at 65504."
+        targets.raise_faults(targets.nan_fault(f"the softmax of {name}", log_probs, remedy))
+        return log_probs
     if bool(((values < 0) | (values > 1 + SLACK)).any()):
         raise ValueError(
             f"{name} holds numbers outside [0, 1]: for logits say logits=True, or pass probabilities."
