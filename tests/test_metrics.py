@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dubito import metrics as m
+from dubito.likelihoods import Categorical
 from dubito.predictive import Predictive
 from dubito.selective import area_under_risk_coverage
 
@@ -280,6 +281,14 @@ def test_wrong_options_and_types_are_refused():
         m.brier_score(p, y, reduction="batch")
     with pytest.raises(ValueError, match="floor"):
         m.negative_log_likelihood(p, y, floor=1.0)
+
+
+def test_a_whole_predictive_is_told_which_part():
+    predictive = Categorical().predictive(torch.zeros(2, 3, 4))
+    with pytest.raises(TypeError, match=r"got .*: pass predictive\.probs"):
+        m.accuracy(predictive, torch.zeros(3).long())
+    with pytest.raises(TypeError, match=r"got ndarray: wrap it in torch\.as_tensor"):
+        m.accuracy(np.ones((3, 4)) / 4, torch.zeros(3).long())
 
 
 def test_half_precision_probabilities_pass():

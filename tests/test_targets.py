@@ -44,5 +44,10 @@ def test_every_wrong_shape_has_its_remedy(y, like, lead, outputs, axis, message)
         targets.check_shape(torch.zeros(y), like, lead, outputs, axis)
 
 
+def test_one_output_is_no_two_classes():
+    with pytest.raises(ValueError, match=r"labels run from 0 to 0. One output .* use Bernoulli"):
+        targets.raise_faults(targets.label_fault(torch.tensor([0, 1]), 1))
+
+
 def test_a_right_shape_passes():
     targets.check_shape(torch.zeros(4, 1), (7, 4, 1), 1, (7, 4, 1))

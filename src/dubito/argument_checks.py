@@ -18,9 +18,9 @@ def to_double(x: Tensor) -> Tensor:
 def check_values(name: str, x: Tensor) -> Tensor:
     """Return `x` in float64 after refusing what is no tensor, complex, empty, or holds NaN."""
     if not isinstance(x, Tensor):
-        raise TypeError(
-            f"`{name}` must be a torch.Tensor, got {type(x).__name__}: wrap it in torch.as_tensor."
-        )
+        ours = type(x).__module__.startswith("dubito.") and name in dir(x)
+        part = f"pass predictive.{name}" if ours else "wrap it in torch.as_tensor"
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(x).__name__}: {part}.")
     if x.is_complex():
         raise TypeError(f"`{name}` is complex ({x.dtype}); real numbers are needed.")
     if x.numel() == 0:

@@ -47,7 +47,7 @@ def bayesianize(
     Raises:
         TypeError, ValueError: for input that does not fit; the module is then unchanged.
     """
-    _check_arguments(module, likelihood)
+    _check_arguments(module, likelihood, output)
     chosen: dict[str, Family] = {}
     begun: dict[int, PriorSpec] = {}
     posteriors: list[WeightPosterior] = []
@@ -76,7 +76,7 @@ def bayesianize(
     return bayes
 
 
-def _check_arguments(module: object, likelihood: object) -> None:
+def _check_arguments(module: object, likelihood: object, output: object) -> None:
     if isinstance(module, BayesianModule):
         raise TypeError(
             "module is already a BayesianModule; bayesianize bayes.merge(), a plain copy at the posterior mean"
@@ -88,6 +88,16 @@ def _check_arguments(module: object, likelihood: object) -> None:
         raise ValueError(
             f"module is the inside of a BayesianModule that holds {', '.join(taken)} as factors, so it has no dense "
             "weights of its own; bayesianize bayes.merge(), a plain copy at the posterior mean"
+        )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ValueError(
+                f"parameter {name!r} of a lazy module has no shape yet: call the module once, then bayesianize it"
+            )
+    if output is not None and not callable(output):
+        raise TypeError(
+            "output must be a function from what the network returns to a tensor, such as lambda o: o[0], not "
+            f"{output!r}"
         )
     if likelihood is not None and not isinstance(likelihood, Likelihood):
         hint = f"; write {likelihood.__name__}()" if isinstance(likelihood, type) else ""

@@ -53,7 +53,12 @@ def label_fault(y: Tensor, classes: int) -> Fault:
         (y < 0) | (y >= classes),
         lambda i: (
             f"y[{_index(i)}] is {int(y[i])}, but the outputs have {classes} classes, so labels run from 0 to "
-            f"{classes - 1}. Renumber the labels, or give the network more outputs."
+            f"{classes - 1}. "
+            + (
+                "One output for two classes is a logit: use Bernoulli()."
+                if classes == 1
+                else "Renumber the labels, or give the network more outputs."
+            )
         ),
     )
 

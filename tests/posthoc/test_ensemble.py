@@ -51,3 +51,9 @@ def test_wrong_arguments_are_explained() -> None:
         DeepEnsemble(members(), dubito.Categorical()).predict([])
     with pytest.raises(TypeError, match="x must be"):
         DeepEnsemble(members(), dubito.Categorical()).predict(3)
+
+
+def test_one_network_is_no_ensemble() -> None:
+    one = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))  # can be iterated over: its layers are no members
+    with pytest.raises(TypeError, match="got one Sequential: pass a list"):
+        DeepEnsemble(one, dubito.Categorical())  # type: ignore[arg-type]

@@ -28,13 +28,19 @@ class DeepEnsemble(nn.Module):
 
     def __init__(self, members: Sequence[nn.Module], likelihood: Likelihood) -> None:
         super().__init__()
+        if isinstance(members, nn.Module) and not isinstance(members, nn.ModuleList):
+            raise TypeError(
+                f"members must be several networks, got one {type(members).__name__}: pass a list"
+            )
         if not members:
             raise ValueError("members is empty: an ensemble needs at least one network (five are usual)")
         for index, member in enumerate(members):
             if not isinstance(member, nn.Module):
                 raise TypeError(f"members[{index}] must be an nn.Module, not {type(member).__name__}")
         if not isinstance(likelihood, Likelihood):
-            raise TypeError(f"likelihood must be a dubito Likelihood, not {type(likelihood).__name__}")
+            raise TypeError(
+                f"likelihood must be a dubito Likelihood such as Categorical(), not {likelihood!r}"
+            )
         self.members = nn.ModuleList(members)
         self.likelihood = likelihood
 

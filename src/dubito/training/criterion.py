@@ -156,6 +156,8 @@ def resolve_likelihood(
         )
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function of (outputs, y), got {type(loss).__name__}")
+    if isinstance(loss, type):
+        raise TypeError(f"loss is the class {loss.__name__}: give an instance, {loss.__name__}()")
     if likelihood is not None and loss is not None:
         raise ValueError("likelihood and loss are both given: pass one of them")
     if loss is not None:
