@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -358,3 +360,72 @@ def test_attention_has_a_batching_rule_and_switches_are_put_back() -> None:
     assert not bayes._needs_loop
     bayes._needs_loop = True
     torch.testing.assert_close(together, bayes.outputs(x, draws=draws).detach(), rtol=1e-5, atol=1e-6)
+
+
+class Keeping(nn.Module):
+    """Keeps what it computes: an activation, a statistic assigned anew, a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.last: Tensor | None = None
+        self.seen: list[Tensor] = []
+        self.register_buffer("level", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.layer(x)
+        self.seen.append(self.last)
+        self.level = 0.9 * self.level + 0.1 * self.last.mean(0)
+        return self.last - self.level
+
+
+def test_what_a_network_keeps_of_a_call_is_no_batched_tensor() -> None:
+    torch.manual_seed(0)
+    bayes = dubito.bayesianize(Keeping(), dubito.MeanField(scale=0.5), likelihood=dubito.Categorical())
+    x, draws = data()[0], bayes.draw(3)
+    outputs = bayes.outputs(x, draws=draws)
+    assert len(bayes.module.seen) == 3
+    level = torch.zeros(3)
+    with torch.no_grad():
+        for output, seen in zip(outputs, bayes.module.seen, strict=True):
+            level = 0.9 * level + 0.1 * seen.mean(0)
+            assert torch.allclose(output, seen - level)
+    assert torch.allclose(bayes.module.level, level)
+    bayes.module.last, bayes.module.level = None, level.detach()
+    bayes.module.seen.clear()
+    bayes.predict(x, samples=2)
+    bayes.sample()
+    copy.deepcopy(bayes)
+    old = nn.utils.weight_norm(nn.Linear(4, 3))
+    bayes = dubito.bayesianize(old, dubito.MeanField(), likelihood=dubito.Categorical())
+    bayes.predict(x, samples=2)
+    bayes.merge()
+
+
+def test_threads_that_predict_leave_the_flags_as_they_were() -> None:
+    bayes, (x, _) = network(), data(8)
+    for _ in range(5):
+        threads = [
+            threading.Thread(target=lambda: bayes.predict(list(x.split(1)), samples=2)) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(m.training for m in bayes.modules())
+
+
+@pytest.mark.parametrize("estimator", ["local", "flipout"])
+def test_outputs_are_drawn_from_the_generator_that_is_given(estimator: Any) -> None:
+    torch.manual_seed(0)
+    family = dubito.MeanField(scale=0.5, estimator=estimator)
+    bayes = dubito.bayesianize(nn.Linear(4, 3), family, likelihood=dubito.Categorical())
+    x = data()[0]
+    before = torch.get_rng_state()
+    one = [bayes.outputs(x, samples=3, generator=seed()) for _ in range(2)]
+    two = [bayes.predict(x, samples=3, generator=seed(), estimator=estimator).probs for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one[0], one[1])
+    assert torch.equal(two[0], two[1])
+    assert not torch.equal(one[0], bayes.outputs(x, samples=3, generator=seed(4)))
+    assert not torch.equal(one[0], bayes.outputs(x, samples=3))

@@ -23,8 +23,10 @@ from dubito.monte_carlo import (
     check_draws,
     check_generator,
     check_samples,
+    device_of,
     estimated_keys,
     fresh_components,
+    outputs_drawn_from,
     predict,
     run_draws,
 )
@@ -110,6 +112,7 @@ class BayesianModule(nn.Module):
         self._needs_loop = False  # set once `vmap` has met an operator without a batching rule
         self._said: set[tuple[str, str]] = set()  # which operators had no rule for an estimator
         self._lock = threading.RLock()
+        self.register_load_state_dict_post_hook(_tie_again)
         watch_checkpointing()
 
     # ---- calling ----------------------------------------------------------------------------------------
@@ -232,10 +235,10 @@ class BayesianModule(nn.Module):
             return run_draws(self, args, kwargs, draws.components(self), len(draws), chunk_size)
         count = check_samples(samples)
         estimated = estimated_keys(self, None)
-        fresh = fresh_components(self, count, generator, estimated)
-        return run_draws(
-            self, args, kwargs, fresh, count, chunk_size, estimator=None if estimated else "weights"
-        )
+        estimator = None if estimated else "weights"
+        with outputs_drawn_from(generator, estimated, device_of(self)):
+            fresh = fresh_components(self, count, generator, estimated)
+            return run_draws(self, args, kwargs, fresh, count, chunk_size, estimator)
 
     def predict(
         self,
@@ -438,6 +441,13 @@ class BayesianModule(nn.Module):
             if prefix + name in state_dict and getattr(self, name) is None:
                 setattr(self, name, torch.empty_like(state_dict[prefix + name]))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _tie_again(bayes: BayesianModule, _: Any) -> None:
+    """`load_state_dict(assign=True)` gives every place of a tied parameter a tensor of its own."""
+    for slot in bayes._slots.values():
+        if slot.tied and slot.occupied:
+            slot.put(slot.parameter)  # type: ignore[arg-type]
 
 
 def joint_kl(

@@ -15,7 +15,8 @@ from dubito.bayesian import BayesianModule, Selector
 from dubito.likelihoods import Likelihood, likelihood_from_config
 from dubito.patterns import Families, assign
 from dubito.priors import PriorRule, PriorSpec
-from dubito.weights.family import DubitoWarning, Family, Group, WeightPosterior, check_finite
+from dubito.weights.family import DubitoWarning, Family, Group, WeightPosterior, check_finite, check_real
+from dubito.weights.point import Point
 from dubito.weights.slots import Slot, emptied, find_slots
 
 
@@ -48,6 +49,7 @@ def bayesianize(
         TypeError, ValueError: for input that does not fit; the module is then unchanged.
     """
     _check_arguments(module, likelihood, output)
+    _check_inside(module)
     chosen: dict[str, Family] = {}
     begun: dict[int, PriorSpec] = {}
     posteriors: list[WeightPosterior] = []
@@ -56,6 +58,8 @@ def bayesianize(
         for used, slots in _groups(family, matched):
             for slot in slots:
                 check_finite(slot)
+                if not isinstance(used, Point):
+                    check_real(slot)
                 chosen[slot.name] = used
             in_force = used.own_prior if used.own_prior is not None else prior
             if isinstance(in_force, PriorRule):
@@ -65,12 +69,13 @@ def bayesianize(
                 posteriors.append(posterior)
     if likelihood is None:
         likelihood = likelihood_from_config(getattr(module, "config", None))
+    notes = _out_of_reach(module, [slot for posterior in posteriors for slot in posterior.slots])
     bayes = BayesianModule(module, posteriors, chosen, likelihood, output)
     for posterior in posteriors:
         if posterior.takes_over:
             for slot in posterior.slots:
                 slot.put(None)
-    notes = [note for posterior in posteriors for note in posterior.notes]
+    notes += [note for posterior in posteriors for note in posterior.notes]
     if notes:
         warnings.warn("; ".join(notes), DubitoWarning, stacklevel=2)
     return bayes
@@ -104,6 +109,45 @@ def _check_arguments(module: object, likelihood: object, output: object) -> None
         raise TypeError(
             f"likelihood must be a Likelihood such as dubito.Categorical(), not {likelihood!r}{hint}"
         )
+
+
+def _check_inside(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        if isinstance(inner, BayesianModule):
+            raise TypeError(
+                f"module holds a BayesianModule at {name!r}, whose draws and KL would be lost in the outer one: build "
+                "the whole from plain modules and name the random part by a pattern"
+            )
+
+
+def _out_of_reach(module: nn.Module, slots: Sequence[Slot]) -> list[str]:
+    """Random weights that are also kept where a draw cannot be put, as in a Python list: a call would use the mean."""
+    names = {id(slot.parameter): slot.name for slot in slots if slot.occupied}
+    notes = []
+    for prefix, owner in module.named_modules():
+        kept = (
+            {} if isinstance(owner, nn.RNNBase) else vars(owner)
+        )  # whose own list is refreshed at every call
+        for attribute, value in kept.items():
+            if attribute in ("_parameters", "_buffers", "_modules"):
+                continue
+            parts = (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list | tuple)
+                else [value]
+            )
+            found = sorted(
+                {names[id(part)] for part in parts if isinstance(part, nn.Parameter) and id(part) in names}
+            )
+            place = f"{prefix}.{attribute}" if prefix else attribute
+            notes += [
+                f"{name} is also kept in {place!r}, a {type(value).__name__}, where draws do not reach it: a call that "
+                "reads it there is not random; use nn.ParameterList or nn.ParameterDict"
+                for name in found
+            ]
+    return notes
 
 
 def _groups(family: Family, matched: Sequence[Slot]) -> list[tuple[Family, list[Slot]]]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dubito.left_behind import nothing_left_behind
 from dubito.predictive import Predictive
 from dubito.weights.family import Components, Noise, WeightPosterior, key_of
 
@@ -114,7 +115,7 @@ def estimated_keys(bayes: BayesianModule, estimator: str | None) -> set[str]:
     if estimator == "weights":
         return set()
     posteriors = zip(bayes.posterior, bayes.posteriors(), strict=True)
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng([]):  # flipout draws, to be asked: as if it had not
         return {key for key, p in posteriors if p.estimated_weights(estimator) is not None}
 
 
@@ -127,6 +128,23 @@ def fresh_components(
     """What `count` fresh draws are made of; nothing is drawn for the posteriors in `estimated`."""
     drawn = [p for key, p in zip(bayes.posterior, bayes.posteriors(), strict=True) if key not in estimated]
     return Draws.make(drawn, count, generator).components(bayes, estimated)
+
+
+@contextlib.contextmanager
+def outputs_drawn_from(
+    generator: torch.Generator | None, estimated: Collection[str], device: torch.device
+) -> Iterator[None]:
+    """Lets what draws outputs ("local", "flipout") draw by a given generator too.
+
+    Inside `vmap` and activation checkpointing that noise comes from the global generator, which is seeded from the
+    given one meanwhile and left as it was.
+    """
+    if generator is None or not estimated:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+        yield
 
 
 def check_samples(samples: Any) -> int:
@@ -205,12 +223,13 @@ def run_draws(
     if not one_by_one and not (chunk_size is None and _convolves_first(bayes, index.device)):
         chunk_size = chunk_size or _chunk(stacked, count)
         try:
-            return _vmapped(one, index, stacked, chunk_size)
+            with nothing_left_behind(bayes.module):
+                return _vmapped(one, index, stacked, chunk_size)
         except torch.OutOfMemoryError:
             raise
         except Exception:
-            # Either an operator without a batching rule, and the loop will do; or the input is wrong, and the
-            # loop raises torch's own message.
+            # An operator without a batching rule, or a network that keeps what it computes, and the loop will do;
+            # or the input is wrong, and the loop raises torch's own message.
             outputs = _loop(one, index, stacked)
             bayes._needs_loop = True
             return outputs
@@ -330,9 +349,16 @@ def predict(
     stream = not isinstance(x, Tensor | tuple | Mapping)
     keep = keep_draws if keep_draws is not None else not stream
     parts: list[Predictive] = []
-    with torch.no_grad(), evaluating(bayes.module):
-        source = _Source(bayes, count, draws, generator, chunk_size, estimator, stream)
-        for batch in _batches(x, _device_of(bayes)) if stream else (x,):
+    # Locked throughout: a second thread would find the flags in evaluation, and put them back so.
+    estimated = estimated_keys(bayes, estimator)
+    with (
+        bayes._lock,
+        torch.no_grad(),
+        evaluating(bayes.module),
+        outputs_drawn_from(generator, estimated, device_of(bayes)),
+    ):
+        source = _Source(bayes, count, draws, generator, chunk_size, estimated, stream)
+        for batch in _batches(x, device_of(bayes)) if stream else (x,):
             args, kwargs = as_arguments(batch)
             outputs = [
                 run_draws(bayes, args, kwargs, components, size, chunk_size, estimator)
@@ -363,14 +389,14 @@ class _Source:
         draws: Draws | None,
         generator: torch.Generator | None,
         chunk_size: int | None,
-        estimator: str,
+        estimated: Collection[str],
         stream: bool,
     ) -> None:
         self.bayes = bayes
         self.draws = draws
-        self.estimated = estimated_keys(bayes, estimator)
+        self.estimated = estimated
         posteriors = list(bayes.posteriors())
-        if not stream and chunk_size is None and _device_of(bayes).type == "cpu":
+        if not stream and chunk_size is None and device_of(bayes).type == "cpu":
             drawn = (
                 p for key, p in zip(bayes.posterior, posteriors, strict=True) if key not in self.estimated
             )
@@ -433,7 +459,8 @@ def _check_estimator(bayes: BayesianModule, estimator: str) -> None:
         )
 
 
-def _device_of(bayes: BayesianModule) -> torch.device:
+def device_of(bayes: BayesianModule) -> torch.device:
+    """Where the network is."""
     parameter = next(bayes.parameters(), None)
     return parameter.device if parameter is not None else torch.device("cpu")
 

@@ -286,3 +286,17 @@ def check_finite(slot: Slot) -> None:
             f"parameter {slot.name!r} holds {bad} NaN or infinite of {value.numel()} entries; "
             "a posterior cannot start there: reload or re-initialise the module first"
         )
+
+
+def check_real(slot: Slot) -> None:
+    """Refuse random weights that are no real numbers.
+
+    Raises:
+        TypeError: for integers and complex numbers, naming the parameter.
+    """
+    dtype = slot.parameter.dtype
+    if not dtype.is_floating_point:
+        raise TypeError(
+            f"parameter {slot.name!r} holds {dtype}, but random weights are real numbers: leave it as it is by "
+            f'{{"rest": …, {slot.name!r}: dubito.Point()}}, or hold a complex weight as its real and imaginary parts'
+        )
