@@ -15,6 +15,7 @@ from dubito.experiments.ibvi import comparison
 from dubito.experiments.ibvi.comparison import ComparisonSettings, Overhead, Rows, compare_ibvi, overhead
 from dubito.experiments.ibvi.contestants import CONTESTANTS, NETWORKS, Task
 from dubito.experiments.ibvi.exam import Material, Sizes, by_corruption, judge
+from dubito.experiments.ibvi.markdown import markdown
 from dubito.experiments.ibvi.training import Recipe, groups, loss_of, sgd, train, with_low_rank
 from dubito.experiments.ibvi.verdict import averaged, picture, tables, targets
 from dubito.training import NonFiniteError
@@ -208,3 +209,11 @@ def test_a_damaged_row_is_replaced_not_doubled(tmp_path: Path) -> None:
     rows.add({**key, "epochs": 2}, {"metrics": {}})
     assert [r["key"]["epochs"] for r in Rows(tmp_path / "x.json").rows] == [2]
     assert Rows(tmp_path / "x.json").find(key) is None
+
+
+def test_markdown_has_a_line_a_method_and_every_target() -> None:
+    rows = [row("plain"), row("ibvi", nll=0.04)]
+    lines = markdown(rows).splitlines()
+    assert lines[0] == "**MNIST, small ResNet**"
+    assert lines[5].startswith("| IBVI first+last | 1.00 | 0.040 |")
+    assert sum(line.startswith(("- met", "- **missed**")) for line in lines) == len(targets(rows, {}))

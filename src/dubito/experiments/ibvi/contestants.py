@@ -63,18 +63,18 @@ NETWORKS: Mapping[str, Architecture] = MappingProxyType(
             ("conv1", "out"),
             ("hidden2", "out"),
             plain=Recipe(lr=0.05),
-            ibvi=Recipe(lr=0.05),
-            ibvi_last_two=Recipe(lr=0.05),
-            mean_field=Recipe(lr=0.05),
+            ibvi=Recipe(lr=0.05, scale=0.1, spread=0.1),
+            ibvi_last_two=Recipe(lr=0.05, scale=0.25, spread=0.1),
+            mean_field=Recipe(lr=0.1),
         ),
         "resnet": Architecture(
             "small ResNet",
             small_resnet,
             ("conv1", "out"),
             ("block3.conv2", "out"),
-            plain=Recipe(lr=0.1),
-            ibvi=Recipe(lr=0.1),
-            ibvi_last_two=Recipe(lr=0.1),
+            plain=Recipe(lr=0.05),
+            ibvi=Recipe(lr=0.05, scale=0.25, spread=0.1),
+            ibvi_last_two=Recipe(lr=0.05, scale=0.25, spread=0.1),
             mean_field=Recipe(lr=0.1),
         ),
     }
@@ -247,7 +247,7 @@ def ibvi(task: Task, layers: Sequence[str], recipe: Recipe) -> Fitted:
         bayes = with_low_rank(task.network(), layers, recipe)
         optimizer = sgd(groups(bayes, recipe), recipe.lr)
         train(bayes, loss_of(bayes, 1), optimizer, task.train, task.epochs, task.seed)
-    note = f"rank {recipe.rank}, scale {recipe.scale:g}, {recipe.parametrization}, lr {recipe.lr:g}"
+    note = f"rank {recipe.rank}, scale {recipe.scale:g}, lr {recipe.lr:g}, spread {recipe.spread:g}"
     # Many small convolutions at once are one grouped convolution, which CPUs do slower than one by one.
     convolutions = any(isinstance(bayes.module.get_submodule(name), nn.Conv2d) for name in layers)
     return replace(_bayesian(task, bayes, watch.seconds(CPU), convolutions), note=note)

@@ -22,9 +22,9 @@ class Sizes:
 
     train: int | None = 10_000
     validation: int | None = 2_000
-    test: int | None = None
+    test: int | None = 5_000
     corrupted: int | None = 1_000
-    unknown: int | None = 2_000
+    unknown: int | None = 1_000
 
 
 @dataclass(frozen=True)

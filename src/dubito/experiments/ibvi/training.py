@@ -31,23 +31,30 @@ class Recipe:
         scale: of its start, in units of the prior of the parametrisation.
         parametrization: "mup" draws the weights anew at its scales and takes its learning rates; "standard" keeps
             torch's initial weights, one learning rate for all, and 1/R of it for the covariance.
+        spread: further factor of the covariance's learning rate. One factor for all of S leaves the limit that
+            SGD tends to as it is; in few epochs it decides whether gradient noise makes S grow first.
     """
 
     lr: float
     rank: int = 8
     scale: float = 1.0
     parametrization: mup.Parametrization = "standard"
+    spread: float = 1.0
 
 
 def groups(model: nn.Module, recipe: Recipe, objective: str = "expected_loss") -> list[dict[str, Any]]:
     """Optimiser groups at the recipe's rates."""
-    return mup.parameter_groups(  # type: ignore[no-any-return]
+    found: list[dict[str, Any]] = mup.parameter_groups(
         model,
         recipe.lr,
         optimizer="sgd",
         parametrization=recipe.parametrization,
         objective="elbo" if objective == "elbo" else "expected_loss",
     )
+    for group in found:
+        if "spread" in group["name"]:
+            group["lr"] *= recipe.spread
+    return found
 
 
 def with_low_rank(network: nn.Module, layers: Sequence[str], recipe: Recipe) -> BayesianModule:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 INPUTS, CLASSES, RANK = 20, 4, 4
 PARAMETRIZATIONS: tuple[mup.Parametrization, ...] = ("standard", "mup")
-_HOPELESS = 3.0  # nats: a loss above it after the first tenth of the steps does not come back
+_HOPELESS = 1e3  # nats: a loss above it does not come back
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def final_loss(
         )
         x, y = data(s.points)
         order = torch.Generator().manual_seed(seed)
-        for step in range(s.steps):
+        for _ in range(s.steps):
             index = torch.randint(s.points, (128,), generator=order)
             loss = nn.functional.cross_entropy(bayes(x[index]), y[index])
             if not bool(loss.detach().isfinite()) or (
