@@ -62,7 +62,8 @@ def test_compare_prints_a_table_and_writes_both_files(monkeypatch, capsys, tiny,
     assert results["complete"]
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
     assert "1/2 deterministic" in err
-    assert sorted(p.name for p in folder.iterdir()) == ["report.html", "results.json"]
+    written = {"report.html", "results.json", "certainty.png", "risk-coverage.png"}
+    assert {p.name for p in folder.iterdir()} == written
 
 
 def test_json_goes_to_standard_output_and_nothing_else_does(monkeypatch, capsys, tiny, tmp_path):

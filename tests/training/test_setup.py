@@ -35,7 +35,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no likelihood": ({"likelihood": None}, ValueError, "no likelihood"),
     "two": ({"loss": F.cross_entropy}, ValueError, "both given"),
     "class": ({"likelihood": F.cross_entropy}, TypeError, "goes to loss="),
-    "loss class": ({"likelihood": None, "loss": nn.CrossEntropyLoss}, TypeError, r"instance, CrossEntropyLoss\(\)"),
+    "loss class": (
+        {"likelihood": None, "loss": nn.CrossEntropyLoss},
+        TypeError,
+        r"instance, CrossEntropyLoss\(\)",
+    ),
     "loss no function": ({"likelihood": None, "loss": 3}, TypeError, "loss must be a function"),
     "no scalar": (
         {"likelihood": None, "loss": lambda o, y: F.cross_entropy(o, y, reduction="none")},
