@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
     SubsetRandomSampler,
@@ -57,6 +58,9 @@ def test_n_is_the_data_set_or_the_fixed_subset_drawn_from_it() -> None:
     assert count_data(DataLoader(data, 4, shuffle=True, drop_last=True)) == 10
     assert count_data(DataLoader(data, 4, sampler=SubsetRandomSampler([1, 2, 3]))) == 3
     # sampling with replacement changes the length of an epoch, not the amount of data
+    halves = BatchSampler(SubsetRandomSampler(range(5)), 2, drop_last=False)
+    assert count_data(DataLoader(data, batch_sampler=halves)) == 5
+    assert count_data(DataLoader(data, 4, sampler=[1, 2, 3, 3])) == 3
     assert count_data(DataLoader(data, 4, sampler=WeightedRandomSampler([1.0] * 10, 50))) == 10
     assert count_data([(X, Y), (X[:3], Y[:3])]) == 13
 

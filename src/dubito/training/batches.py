@@ -124,9 +124,12 @@ def count_data(loader: Any) -> int:
     """
     from torch.utils.data import SubsetRandomSampler
 
-    sampler = getattr(loader, "sampler", None)
+    own = getattr(loader, "sampler", None)  # beside a batch sampler of the user's, one that is not used
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", own)
     if isinstance(sampler, SubsetRandomSampler):
         return len(sampler)
+    if isinstance(sampler, range | list | tuple):  # plain indices
+        return len(set(sampler))
     dataset = getattr(loader, "dataset", None)
     if dataset is not None:
         try:
