@@ -145,3 +145,12 @@ class TestEmbeddingRows:
         spread = posterior.left_spread.grad
         assert spread is not None
         assert sorted(spread.abs().sum(1).nonzero().flatten().tolist()) == [4, 9]
+
+
+def test_pieces_of_a_local_product_meet_different_inputs() -> None:
+    torch.manual_seed(0)
+    family = dubito.LowRankFactors(2, init="random", estimator="local")
+    bayes = dubito.bayesianize(nn.MultiheadAttention(8, 2), family)
+    x, memory = torch.randn(3, 1, 8), torch.randn(4, 1, 8)
+    assert bayes(x, memory, memory)[0].isfinite().all()
+    assert bayes(x, memory, memory.flip(0))[0].isfinite().all()

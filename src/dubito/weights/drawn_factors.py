@@ -154,7 +154,7 @@ def _rows(weight: FactoredWeight, index: Any) -> Any:
     if weight.ndim != 2 or not isinstance(index, slice):
         return NotImplemented
     left = weight.left[index]
-    return FactoredWeight.of(left, weight.right, (left.shape[0], weight.shape[1]))
+    return _piece(weight, left)
 
 
 @rule(FactoredWeight, torch.chunk, Tensor.chunk)
@@ -170,7 +170,13 @@ def _split(weight: FactoredWeight, split_size: Any, dim: int = 0) -> Any:
 def _pieces(weight: FactoredWeight, parts: Sequence[Tensor], dim: int) -> Any:
     if weight.ndim != 2 or dim not in (0, -2):
         return NotImplemented
-    return tuple(FactoredWeight.of(p, weight.right, (p.shape[0], weight.shape[1])) for p in parts)
+    return tuple(_piece(weight, part) for part in parts)
+
+
+def _piece(weight: FactoredWeight, left: Tensor) -> FactoredWeight:
+    """Some rows. Where outputs are drawn, pieces may meet different inputs: A's rows say whether a use is a second."""
+    right = weight.right.uncounted() if isinstance(weight.right, LocalWeight) else weight.right
+    return FactoredWeight.of(left, right, (left.shape[0], weight.shape[1]))
 
 
 @rule(FactoredWeight, F.embedding)

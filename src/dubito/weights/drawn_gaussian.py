@@ -43,6 +43,7 @@ class LocalWeight(DrawnWeight):
     noise: Tensor | None
     used: tuple[Tensor, ...]
     whole: LocalWeight | None
+    counted: bool
     seen_as: Callable[[Tensor], Tensor]
 
     @classmethod
@@ -55,6 +56,7 @@ class LocalWeight(DrawnWeight):
         """Wrap mean and variance, this in float32 at least: squares leave the range of half precision."""
         self = cls.wrap(mean.shape, (mean, variance))
         self.mean_, self.variance, self.used, self.noise, self.whole = mean, variance, (), None, None
+        self.counted = True
         return self
 
     def dense(self) -> Tensor:
@@ -73,6 +75,12 @@ class LocalWeight(DrawnWeight):
             self.noise = torch.randn_like(sd)
         return torch.addcmul(self.mean_, sd, self.noise)
 
+    def uncounted(self) -> LocalWeight:
+        """The same weight, whose uses are its own affair: for one factor of disjoint pieces of a product."""
+        made = LocalWeight.of_variance(self.mean_, self.variance)
+        made.whole, made.seen_as, made.counted = self, lambda dense: dense, False
+        return made
+
     def claim(self) -> None:
         """Note one use; a second would draw an inconsistent weight.
 
@@ -80,7 +88,7 @@ class LocalWeight(DrawnWeight):
             RuntimeError: at the second use of an entry.
         """
         whole = self
-        while whole.whole is not None:
+        while whole.whole is not None and whole.counted:
             whole = whole.whole
         if whole._memo or any(_overlap(self.mean_, other) for other in whole.used):
             raise RuntimeError(
