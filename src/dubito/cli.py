@@ -52,9 +52,9 @@ def _app() -> "Typer":
         methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "all",
         epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.")] = 15,
         seeds: Annotated[int, typer.Option(min=1, help="How many times to repeat everything.")] = 1,
-        output: Annotated[Path, typer.Option(help="Folder of report.html and results.json.")] = Path(
-            "runs/compare"
-        ),
+        output: Annotated[
+            Path, typer.Option(help="Folder of report.html, results.json and two pictures.")
+        ] = Path("runs/compare"),
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
         threads: Annotated[int, typer.Option(min=1, help="CPU threads; small networks want one.")] = 1,
     ) -> None:

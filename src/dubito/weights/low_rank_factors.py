@@ -61,7 +61,7 @@ class LowRankFactors(Family):
     """
 
     rank: int
-    init: Literal["random", "svd"]
+    init: Literal["random", "svd"] | None = None
     prior: PriorSpec = None
     scale: float = 0.1
     estimator: Estimator = "weights"
@@ -73,8 +73,8 @@ class LowRankFactors(Family):
             raise ValueError(f"rank={self.rank!r} must be a whole number of at least 1")
         if self.init not in ("random", "svd"):
             raise ValueError(
-                f'init={self.init!r} must be "random" (new factors; the given weights are thrown away) or '
-                '"svd" (the given weights\' best approximation of that rank)'
+                f'init={self.init!r}: it has no default; give init="random" (new factors, the given weights are thrown '
+                'away) or init="svd" (the given weights\' best approximation of that rank)'
             )
         if not (math.isfinite(self.scale) and self.scale > 0):
             raise ValueError(
@@ -333,7 +333,7 @@ def _adapted_rank(slot: Slot, rank: int) -> tuple[int, list[str]]:
     return rank, notes
 
 
-def _initial_factors(slot: Slot, rank: int, init: str) -> tuple[Tensor, Tensor, float]:
+def _initial_factors(slot: Slot, rank: int, init: str | None) -> tuple[Tensor, Tensor, float]:
     """(A, B, variance of a dense entry): by variance matching, or by the singular value decomposition."""
     rows, columns = matrix_shape(slot)
     given = slot.parameter.detach()
