@@ -54,8 +54,9 @@ def bayesianize(
     begun: dict[int, PriorSpec] = {}
     posteriors: list[WeightPosterior] = []
     for family, matched in assign(module, find_slots(module), families):
-        fitting = sum(family.substitute(slot) is None for slot in matched)
-        for used, slots in _groups(family, matched):
+        groups = _groups(family, matched)
+        alone = sum(used is family for used, _ in groups) == 1
+        for used, slots in groups:
             for slot in slots:
                 check_finite(slot)
                 if not isinstance(used, Point):
@@ -64,7 +65,7 @@ def bayesianize(
             in_force = used.own_prior if used.own_prior is not None else prior
             if isinstance(in_force, PriorRule):
                 in_force = begun.setdefault(id(in_force), in_force.begin())
-            posterior = used.attach(Group(tuple(slots), in_force, fitting == 1))
+            posterior = used.attach(Group(tuple(slots), in_force, alone))
             if posterior is not None:
                 posteriors.append(posterior)
     if likelihood is None:

@@ -122,12 +122,15 @@ def test_bad_arguments(options: dict[str, Any]) -> None:
         LowRankCovariance(**options)
 
 
-def test_a_rank_above_the_parameter_count_is_an_error_that_changes_nothing() -> None:
+def test_a_rank_above_the_parameter_count_is_an_error_alone_and_clipped_among_many() -> None:
     module = two_layers()
     before = [id(p) for p in module.parameters()]
     with pytest.raises(
         ValueError, match=r"rank=9 is above the number of parameters it covers \(8: 2\.weight, 2\.bias\)"
     ):
-        dubito.bayesianize(module, LowRankCovariance(9))
-    assert [id(p) for p in module.parameters()] == before
+        dubito.bayesianize(module, {"2": LowRankCovariance(9)})
+    assert [id(p) for p in module.parameters()] == before, "nothing changed"
+    with pytest.warns(dubito.DubitoWarning, match=r"2\.weight, 2\.bias: rank 9 clipped .* 8"):
+        bayes = dubito.bayesianize(two_layers(), LowRankCovariance(9))
+    assert [len(p.factor(p.slots[0].name)) for p in bayes.posteriors()] == [9, 8]  # type: ignore[attr-defined]
     dubito.bayesianize(module, {"0": LowRankCovariance(15), "2": LowRankCovariance(8)})

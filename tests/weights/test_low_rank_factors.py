@@ -296,6 +296,12 @@ def test_rank_above_the_parameter_is_an_error_alone_and_clipped_among_many() -> 
     assert ranks == {"0.weight": 4, "1.weight": 3}
 
 
+def test_an_empty_parameter_takes_the_fallback() -> None:
+    bayes = dubito.bayesianize(nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 2)), LowRankFactors(1, init="svd"))
+    assert not any(isinstance(p, LowRankFactorsPosterior) for p in bayes.posteriors())
+    assert bayes(torch.randn(4, 3)).shape == (4, 2)
+
+
 @pytest.mark.parametrize("rank", [0, -1, 1.5, True, "2"])
 def test_bad_ranks(rank: Any) -> None:
     with pytest.raises(ValueError, match=r"rank=.* must be a whole number of at least 1"):

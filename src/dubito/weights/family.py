@@ -64,8 +64,8 @@ class Group:
     Attributes:
         slots: the parameters, in `named_parameters()` order.
         prior: the prior in force: the family's own, else `bayesianize`'s, else None (the family's default).
-        alone: whether the user's pattern named exactly one parameter, so that an impossible request is an
-            error rather than something to adapt.
+        alone: whether the user's pattern named this group only, so that an impossible request is an error rather
+            than something to adapt, and say.
     """
 
     slots: tuple[Slot, ...]

@@ -27,8 +27,8 @@ def fan_in(slot: Slot) -> float:
     """
     owner, name, shape = slot.owner, slot.attribute, slot.shape
     if len(shape) < 2:
-        return _fan_in_of_vector(owner, name)
-    return _fan_in_of_matrix(owner, tuple(shape))
+        return max(_fan_in_of_vector(owner, name), 1.0)
+    return max(_fan_in_of_matrix(owner, tuple(shape)), 1.0)  # of an empty layer it would be 0
 
 
 def centre(slot: Slot) -> float:

@@ -42,7 +42,7 @@ class KroneckerCovariance(Family):
 
     Args:
         rank_in: columns of S_in, at most the inputs (times kernel area, plus one for the bias).
-        rank_out: columns of S_out, at most the outputs. Ranks above are an error for one parameter named alone, else
+        rank_out: columns of S_out, at most the outputs. Ranks above are an error for one module named alone, else
             clipped, and said.
         scale: multiplies the initial spread. At 1 the marginal variance of a draw's deviation equals the variance
             with which the mean was initialised: entries of S_in have that standard deviation times `rank_in ** -0.5`,

@@ -35,14 +35,15 @@ class LowRankCovariance(Family):
     """Gaussian weights with a low-rank covariance factor, joint over each module's parameters.
 
     Args:
-        rank: number of columns R of S, at most the module's parameter count.
+        rank: number of columns R of S, at most the module's parameter count (above it: an error for one module named
+            alone, else clipped to each one's, and said).
         scale: multiplies the initial factor. At 1 the marginal variance of a draw's deviation equals the variance
             with which the mean was initialised (measured on the parameter's own entries; a parameter whose entries
             do not vary takes its fan-in scale), and the entries of S have standard deviation `scale · R ** -0.5`
             times that, so that the size of a draw does not depend on R.
 
     Raises:
-        ValueError: for a rank below 1 or above the module's parameter count, or a scale that is not positive.
+        ValueError: for a rank below 1 or above the named module's parameter count, or a scale that is not positive.
     """
 
     granularity: ClassVar[Granularity] = "module"
@@ -58,7 +59,7 @@ class LowRankCovariance(Family):
     def attach(self, group: Group) -> LowRankCovariancePosterior:
         """The posterior of one module's parameters."""
         count = sum(slot.shape.numel() for slot in group.slots)
-        if self.rank > count:
+        if self.rank > count and group.alone:
             names = ", ".join(slot.name for slot in group.slots)
             raise ValueError(
                 f"rank={self.rank} is above the number of parameters it covers ({count}: {names}); "
@@ -76,7 +77,11 @@ class LowRankCovariancePosterior(WeightPosterior):
 
     def __init__(self, group: Group, family: LowRankCovariance) -> None:
         super().__init__(group)
-        self.rank, self.scale = family.rank, family.scale
+        count = sum(slot.shape.numel() for slot in group.slots)
+        self.rank, self.scale = max(min(family.rank, count), 1), family.scale
+        if family.rank > count:
+            names = ", ".join(slot.name for slot in group.slots)
+            self.notes.append(f"{names}: rank {family.rank} clipped to the number of parameters, {self.rank}")
         self.factors = nn.ParameterDict()
         for slot in self.slots:
             value = slot.parameter.detach()

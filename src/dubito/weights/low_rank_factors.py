@@ -89,8 +89,8 @@ class LowRankFactors(Family):
             )
 
     def substitute(self, slot: Slot) -> Family | None:
-        """Vectors have no rank: they take `fallback`."""
-        if len(slot.shape) >= 2:
+        """Vectors (and empty parameters) have no rank: they take `fallback`."""
+        if len(slot.shape) >= 2 and slot.shape.numel():
             return None
         return self.fallback or MeanField(scale=self.scale, estimator=self.estimator)
 
