@@ -42,7 +42,7 @@ class KroneckerCovariance(Family):
 
     Args:
         rank_in: columns of S_in, at most the inputs (times kernel area, plus one for the bias).
-        rank_out: columns of S_out, at most the outputs. Ranks above are an error for one module named alone, else
+        rank_out: columns of S_out, at most the outputs. Ranks above are an error for one parameter named alone, else
             clipped, and said.
         scale: multiplies the initial spread. At 1 the marginal variance of a draw's deviation equals the variance
             with which the mean was initialised: entries of S_in have that standard deviation times `rank_in ** -0.5`,
@@ -109,10 +109,11 @@ class KroneckerCovariancePosterior(WeightPosterior):
         self.scale = family.scale
         self.units = _units(group.slots)
         self.inputs, self.outputs = nn.ParameterDict(), nn.ParameterDict()
+        alone = group.alone and len(group.slots) == 1
         for unit in self.units:
             rows, columns = unit.size
-            rank_out = self._fitting("rank_out", family.rank_out, rows, unit, group.alone)
-            rank_in = self._fitting("rank_in", family.rank_in, columns, unit, group.alone)
+            rank_out = self._fitting("rank_out", family.rank_out, rows, unit, alone)
+            rank_in = self._fitting("rank_in", family.rank_in, columns, unit, alone)
             like = unit.weight.parameter.detach()
             self.inputs[unit.key] = nn.Parameter(like.new_empty(columns, rank_in))
             self.outputs[unit.key] = nn.Parameter(like.new_empty(rows, rank_out))
