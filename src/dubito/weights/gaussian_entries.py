@@ -232,7 +232,8 @@ class _SampleAndKL(torch.autograd.Function):
         grad_mean = torch.addcmul(grad_weight, mean, per_variance)
         if isinstance(loc, Tensor) or loc != 0:
             grad_mean.sub_(loc * per_variance)
-        grad_spread.addcmul_(sd, per_variance).mul_(sd).sub_(grad_kl)
+        grad_spread.addcmul_(sd, per_variance)
+        torch.addcmul(grad_kl.neg(), grad_spread, sd, out=grad_spread)
         return grad_mean, grad_spread, None, _scale_gradient(ctx, mean, sd, loc, scale, grad_kl)
 
 
