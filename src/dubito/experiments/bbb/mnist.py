@@ -107,23 +107,24 @@ class Recipe:
     bayesian: bool = False
     beta: float = 1.0
     spread_lr: float = 5.0
-    scale: float = 0.05
+    scale: float = 0.2
 
 
-#: Chosen on the held-out training images, with 400 units; test images took no part.
+#: The mixture's are the best of nine short runs judged on the held-out training images (400 units, one seed) and serve
+#: the Gaussian too; the plain networks' are customary and were not searched. Test images took no part.
 RECIPES: dict[str, Recipe] = {
     "sgd": Recipe("SGD", {400: 1.83, 800: 1.84, 1200: 1.88}, lr=0.05),
     "dropout": Recipe("SGD, dropout", {400: 1.51, 800: 1.33, 1200: 1.36}, lr=0.05, dropout=0.5),
     "gaussian": Recipe(
-        "BBB, Gaussian prior", {400: 1.82, 800: 1.99, 1200: 2.04}, lr=2e-3, bayesian=True, beta=0.3
+        "BBB, Gaussian prior", {400: 1.82, 800: 1.99, 1200: 2.04}, lr=2e-3, bayesian=True, beta=0.1
     ),
     "mixture": Recipe(
         "BBB, scale mixture",
         {400: 1.36, 800: 1.34, 1200: 1.32},
         lr=2e-3,
         bayesian=True,
-        prior=ScaleMixture(0.25, math.exp(-2), math.exp(-6)),
-        beta=0.3,
+        prior=ScaleMixture(0.25, math.exp(-2), math.exp(-4)),
+        beta=0.1,
     ),
 }
 
@@ -141,7 +142,7 @@ class MnistSettings:
 
     widths: tuple[int, ...] = (400,)
     epochs: int = 15
-    draws: int = 16
+    draws: int = 32
     methods: tuple[str, ...] = tuple(RECIPES)
 
     def __post_init__(self) -> None:

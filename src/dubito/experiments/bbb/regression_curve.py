@@ -41,10 +41,10 @@ class CurveSettings:
     """
 
     points: int = 1000
-    hidden: int = 100
-    steps: int = 2000
+    hidden: int = 50
+    steps: int = 3000
     lr: float = 1e-2
-    prior: float = 4.0
+    prior: float = 8.0
     scale: float = 0.1
     draws: int = 200
 

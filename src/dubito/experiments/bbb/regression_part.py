@@ -54,6 +54,9 @@ def outcome(curves: list[Curve], settings: CurveSettings) -> Outcome:
             f"{settings.hidden} ReLU, mean-field weights under a Gaussian prior of {settings.prior:g} times the fan-in "
             f"scale, the ELBO untempered, {settings.steps:,} steps of Adam, noise learned. The paper gives a picture "
             "and no figures, and neither network nor prior.",
+            "Width, prior scale and steps are the last of seven settings tried on seed 0, compared by how well the "
+            "data were followed and by the ratio of this table; the other six gave ratios of 1.3 to 2.2 for the "
+            "central 50 %. The ratio is of this setting, not of the method.",
         ),
         tables=(Table(("on the data", "off the data", "ratio"), rows, caption),),
         pictures=(

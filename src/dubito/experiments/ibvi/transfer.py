@@ -42,14 +42,14 @@ class TransferSettings:
         seeds: whose final losses are averaged.
     """
 
-    widths: tuple[int, ...] = (32, 64, 128, 256, 512, 1024)
-    exponents: tuple[int, ...] = (-10, -9, -8, -7, -6, -5, -4, -3, -2, -1)
+    widths: tuple[int, ...] = (32, 128, 512, 1024)
+    exponents: tuple[int, ...] = (-9, -8, -7, -6, -5, -4, -3, -2)
     steps: int = 150
     points: int = 1024
     seeds: tuple[int, ...] = (0,)
 
 
-FULL = TransferSettings(steps=250, exponents=tuple(range(-11, 1)), seeds=(0, 1, 2))
+FULL = TransferSettings((32, 64, 128, 256, 512, 1024), tuple(range(-11, 1)), 250, seeds=(0, 1, 2))
 
 #: Final expected loss by parametrisation, width and exponent of the learning rate (infinite: diverged).
 Losses = dict[str, dict[int, dict[int, float]]]
