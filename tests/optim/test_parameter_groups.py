@@ -41,11 +41,11 @@ def test_all_kinds_together() -> None:
     kept_out = [names[id(p)] for p in spread["params"]]
     assert sorted(decayed + kept_out) == sorted(names.values())
     assert len(set(decayed + kept_out)) == len(decayed + kept_out)
-    assert sum("spread" in n for n in kept_out) == 4
+    assert sum("spread" in n or "log_sigma" in n for n in kept_out) == 4
     assert any("log_scale" in n for n in kept_out), "a learned prior is not decayed"
     assert any(n.startswith("likelihood") for n in kept_out), "nor is the noise"
     assert any("factors" in n for n in kept_out)
-    assert not any("spread" in n or "factors" in n for n in decayed)
+    assert not any("spread" in n or "log_sigma" in n or "factors" in n for n in decayed)
     assert {"module.1.weight", "module.3.bias", "module.0.weight"} <= set(decayed)
     torch.optim.AdamW([weights, spread]).step()
 

@@ -238,3 +238,10 @@ def test_a_prior_on_the_wrong_support_changes_nothing() -> None:
     with pytest.raises(TypeError, match=r"class Normal: give an instance"):
         dubito.bayesianize(module, MeanField(prior=Normal))  # type: ignore[arg-type]
     assert [id(p) for p in module.parameters()] == before
+
+
+def test_a_state_of_one_parametrisation_does_not_load_into_the_other() -> None:
+    made = dubito.bayesianize(nn.Linear(3, 2), MeanField()).state_dict()
+    other = dubito.bayesianize(nn.Linear(3, 2), MeanField(parametrization="softplus"))
+    with pytest.raises(RuntimeError, match=r"Missing key.*rho"):
+        other.load_state_dict(made)

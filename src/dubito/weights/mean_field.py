@@ -96,7 +96,9 @@ class MeanFieldPosterior(WeightPosterior):
         self.family = family
         self.parametrization = family.parametrization
         sd = torch.full_like(slot.parameter.detach(), family.scale * fan_in(slot) ** -0.5)
-        self.spread = nn.Parameter(spread_of_sd(sd, self.parametrization))
+        # named for what it is, so that a state of one parametrisation is not read as the other's
+        self._spread_name = "log_sigma" if self.parametrization == "log" else "rho"
+        self.register_parameter(self._spread_name, nn.Parameter(spread_of_sd(sd, self.parametrization)))
         self.set_prior(slot, group.prior)
         self._pending: Pending | None = None
 
@@ -104,6 +106,13 @@ class MeanFieldPosterior(WeightPosterior):
     def slot(self) -> Slot:
         """The one parameter."""
         return self.slots[0]
+
+    @property
+    def spread(self) -> nn.Parameter:
+        """log sigma, or rho with sigma = softplus(rho): the trainable parameter of spread."""
+        parameter = self._parameters[self._spread_name]
+        assert parameter is not None
+        return parameter
 
     # ---- moments ----------------------------------------------------------------------------------------
 
