@@ -123,9 +123,9 @@ def picture(rows: Sequence[Values], network: str) -> Picture:
     for method in _DRAWN:
         if all((d, network, method) in found for d in data):
             bars[CONTESTANTS[method][0]] = {
-                f"{_TITLES.get(d, d)}, {kind}": 100 * found[d, network, method][name]
+                f"{_TITLES.get(d, d).removesuffix('-MNIST')} {kind}": 100 * found[d, network, method][name]
                 for d in data
-                for kind, name in (("test", "ece"), ("corrupted", "corrupted_ece"))
+                for kind, name in (("test", "ece"), ("corr.", "corrupted_ece"))
             }
     title = f"Calibration error of the {NETWORKS[network].title}"
     return Picture(grouped_bars(bars, "ECE (%)"), f"Bars of {title} by method.", title)
