@@ -161,10 +161,13 @@ def test_below_torch_function_it_raises() -> None:
 
 
 def test_scripted_code_does_not_compute_something_else_in_silence() -> None:
-    scripted = torch.jit.script(torch.nn.ReLU())  # a scripted neighbour is no trouble
-    net = nn.Sequential(nn.Linear(3, 4), scripted)
-    bayes = bayesian(net, "factors")
-    bayes(torch.ones(1, 3)).sum().backward()
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    net = nn.Sequential(nn.Linear(3, 4), scripted)  # a scripted neighbour is no trouble
+    bayes = dubito.bayesianize(net, {"0": dubito.LowRankFactors(2, init="svd")})
+    x = torch.ones(1, 3)
+    assert not torch.equal(bayes(x), bayes(x))
+    with pytest.raises(TypeError, match=r"'1\.weight' belongs to a scripted module"):
+        dubito.bayesianize(nn.Sequential(nn.Linear(3, 4), scripted), dubito.MeanField())
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -289,11 +289,16 @@ def check_finite(slot: Slot) -> None:
 
 
 def check_real(slot: Slot) -> None:
-    """Refuse random weights that are no real numbers.
+    """Refuse random weights that are no real numbers, or that no draw would reach.
 
     Raises:
-        TypeError: for integers and complex numbers, naming the parameter.
+        TypeError: for integers and complex numbers, and for scripted modules, naming the parameter.
     """
+    if any(isinstance(owner, torch.jit.ScriptModule) for owner, _ in slot.places):
+        raise TypeError(
+            f"parameter {slot.name!r} belongs to a scripted module, whose compiled code cannot be called with other "
+            "weights: bayesianize the module first (before torch.jit.script), or leave this part out of the patterns"
+        )
     dtype = slot.parameter.dtype
     if not dtype.is_floating_point:
         raise TypeError(
