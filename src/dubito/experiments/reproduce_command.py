@@ -33,7 +33,7 @@ def add_reproduce(app: "Typer", print_table: "Callable[[Table], None]") -> None:
         output: Annotated[Path | None, typer.Option(help="Folder of report and results [runs/NAME].")] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
         png: Annotated[bool, typer.Option("--png", help="Also write every picture as PNG.")] = False,
-        threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 2,
+        threads: Annotated[int, typer.Option(min=1, help="CPU threads; small networks want one.")] = 1,
     ) -> None:
         import torch
 
