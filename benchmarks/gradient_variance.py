@@ -3,11 +3,11 @@
 Run `python benchmarks/gradient_variance.py [--batches B …] [--draws N] [--json FILE]`; exits 1 where a goal is missed.
 
 One ReLU layer of 50 inputs and 50 units under a fixed softmax readout, cross-entropy, one fixed batch of Gaussian
-inputs with the labels of a linear teacher; posterior standard deviations are 0.3 / sqrt(fan-in), as softplus(rho). The
-factors depend on the data: with random labels local reparametrisation's is lower, with rectified inputs and random
-labels below the goal, with rectified inputs and a teacher's labels far above it.
-The reference is one weight sample shared by the batch, of the same family: mean-field weights for their `local` and
-`flipout`, low-rank factors for theirs. A factor of 20 means that one draw does what 20 shared ones do.
+inputs with the labels of a linear teacher; posterior standard deviations are 0.3 / sqrt(fan-in), as softplus(rho).
+The factors depend on the data: with random labels local reparametrisation's is lower, with rectified inputs and
+random labels below the goal, with rectified inputs and a teacher's labels far above it. The reference is one weight
+sample shared by the batch, of the same family: mean-field weights for their `local` and `flipout`, low-rank factors
+for theirs. A factor of 20 means that one draw does what 20 shared ones do.
 
 Every estimator must have the gradient of the same objective: `bias` is the mean over all entries of the squared
 difference from the reference's mean gradient in units of its standard error, 1 where there is no bias.

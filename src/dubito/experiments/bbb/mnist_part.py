@@ -144,10 +144,10 @@ def _paragraphs(results: MnistResults) -> tuple[str, ...]:
         "Two hidden layers of ReLU, batches of 128, pixels divided by 126, as in the paper. Plain networks are trained "
         "by SGD with momentum 0.9, those with random weights by Adam with one draw a step; learning rates fall along a "
         "cosine.",
-        "The search was not even. The mixture's prior, beta, learning rate and initial scale are the best of nine runs "
-        "of 3 to 12 epochs judged on the last 10,000 training images, with 400 units and one seed. The Gaussian takes "
-        "the same values, and the plain networks a customary learning rate of 0.05 that was not searched: a search as "
-        "long could lower the error of each of those.",
+        "The search was not even. The mixture's prior, beta, learning rate and initial scale are the best of nine "
+        "runs of 3 to 12 epochs judged on the last 10,000 training images, with 400 units and one seed. The "
+        "Gaussian takes the same values, and the plain networks a customary learning rate of 0.05 that was not "
+        "searched: a search as long could lower the error of each of those.",
         f"Weight of the KL in the loss, in units of the ELBO, after a warm-up over the first 30 % of the steps: {cold}."
         + (
             " Below 1 the posterior is colder than Bayes' rule says; the paper reports no tempering."
