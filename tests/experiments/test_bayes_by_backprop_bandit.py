@@ -122,15 +122,19 @@ def test_a_play_follows_its_seed():
 
 
 def test_the_part_tells_all_agents():
-    found = run_bandit(PartJob(seeds=(0, 1)), SMALL, table())
+    found = run_bandit(PartJob(seeds=(0, 1, 2)), SMALL, table())
     assert [row.label for row in found.tables[0].rows] == list(AGENTS)
     assert list(found.values["agents"]) == list(AGENTS)
-    assert all(len(played) == 2 for played in found.values["agents"].values())
+    assert all(len(played) == 3 for played in found.values["agents"].values())
     assert "(the paper: 64)" in " ".join(found.paragraphs)
     final = {name: sum(p["final_regret"] for p in played) for name, played in found.values["agents"].items()}
     others = min(value for name, value in final.items() if name != "Thompson sampling")
     assert list(found.targets.values()) == [final["Thompson sampling"] < others]
     assert len(found.pictures) == 1
+
+
+def test_few_seeds_rank_no_agents():
+    assert run_bandit(PartJob(seeds=(0, 1)), SMALL, table()).targets == {}
 
 
 def test_impossible_settings_are_refused():
