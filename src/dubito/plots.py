@@ -51,7 +51,7 @@ def reliability_diagram(
         ValueError: if the probabilities or labels are not as stated.
     """
     table = reliability(probs, y, bins=bins)
-    figure = _figure(3.8)
+    figure = blank_figure(3.8)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     filled = table.count > 0
     left, width = table.edges[:-1][filled].cpu().numpy(), 1 / bins
@@ -65,7 +65,7 @@ def reliability_diagram(
     ticks = [n for n in (0, 10, 100, 1000, 10000) if n <= max(count)]
     lower.set_yticks(ticks, [f"{n:,}" for n in ticks])
     lower.minorticks_off()
-    return _inked(figure)
+    return inked(figure)
 
 
 def risk_coverage_curves(curves: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
@@ -79,7 +79,7 @@ def risk_coverage_curves(curves: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
     """
     if not curves:
         raise ValueError("curves is empty: give at least one (confidence, risk) by name")
-    figure = _figure(3.2)
+    figure = blank_figure(3.2)
     axes = figure.subplots()
     for (name, (confidence, risk)), colour in zip(curves.items(), itertools.cycle(COLOURS)):
         curve = risk_coverage(confidence, risk)
@@ -87,8 +87,8 @@ def risk_coverage_curves(curves: Mapping[str, tuple[Tensor, Tensor]]) -> Figure:
         x, y = (100 * part.detach().cpu()[shown] for part in (curve.coverage, curve.risk))
         axes.plot(x.numpy(), y.numpy(), color=colour, label=name, linewidth=1.6)
     axes.set(xlabel="images answered, %", ylabel="error among them, %", xlim=(0, 100), ylim=(0, None))
-    _legend(axes)
-    return _inked(figure)
+    legend(axes)
+    return inked(figure)
 
 
 def ood_histogram(
@@ -113,7 +113,7 @@ def ood_histogram(
     for which, values in (("in_scores", in_scores), ("out_scores", out_scores)):
         if values.numel() == 0 or not bool(torch.isfinite(values).all()):
             raise ValueError(f"{which} must hold at least one score, all finite")
-    figure = _figure(2.7)
+    figure = blank_figure(2.7)
     axes = figure.subplots()
     both = torch.cat([in_scores.flatten(), out_scores.flatten()]).detach().cpu()
     edges = torch.linspace(float(both.min()), max(float(both.max()), float(both.min()) + 1e-6), 31).tolist()
@@ -122,8 +122,8 @@ def ood_histogram(
         flat = values.detach().flatten().cpu().numpy()
         axes.hist(flat, edges, weights=share, color=colour, alpha=0.6, label=name)
     axes.set(xlabel=score, ylabel="share of images, %", title=title, xlim=(edges[0], edges[-1]))
-    _legend(axes)
-    return _inked(figure)
+    legend(axes)
+    return inked(figure)
 
 
 def grouped_bars(
@@ -142,7 +142,7 @@ def grouped_bars(
     categories = list(next(iter(values.values()), {}))
     if not categories or any(list(row) != categories for row in values.values()):
         raise ValueError(f"every method needs the same categories, at least one; got {dict(values)}")
-    figure = _figure(0.9 + 0.13 * len(categories) * (len(values) + 1.5))
+    figure = blank_figure(0.9 + 0.13 * len(categories) * (len(values) + 1.5))
     axes = figure.subplots()
     height = 0.8 / len(values)
     for i, ((name, row), colour) in enumerate(zip(values.items(), itertools.cycle(COLOURS))):
@@ -151,8 +151,8 @@ def grouped_bars(
     axes.set_yticks([k + 0.4 for k in range(len(categories))], [c.replace("_", " ") for c in categories])
     axes.invert_yaxis()
     axes.set(xlabel=ylabel, xlim=limits)
-    _legend(axes, above=True)
-    return _inked(figure)
+    legend(axes, above=True)
+    return inked(figure)
 
 
 def image_grid(images: Tensor, captions: Sequence[str], columns: int = 6) -> Figure:
@@ -175,7 +175,7 @@ def image_grid(images: Tensor, captions: Sequence[str], columns: int = 6) -> Fig
     below = line * (1 + max(caption.count("\n") for caption in captions)) + 0.08
     rows, aspect = -(-len(images) // columns), images.shape[-2] / images.shape[-1]
     step = 0.92 * side * aspect + below
-    figure = _figure(rows * step)
+    figure = blank_figure(rows * step)
     figure.set_layout_engine("none")
     axes = figure.add_axes((0, 0, 1, 1))  # one for all: an axes an image takes seconds to lay out
     for i, (image, caption) in enumerate(zip(images.detach().cpu(), captions, strict=True)):
@@ -235,21 +235,23 @@ def save_png(figure: Figure, path: str | Path, dpi: int = 160) -> Path:
     return Path(path)
 
 
-def _figure(height: float) -> Figure:
+def blank_figure(height: float, width: float = _WIDTH) -> Figure:
+    """An empty figure, in inches; by default of the report's width."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)  # rendering that needs no display, whatever backend the process has chosen
     return figure
 
 
-def _legend(axes: Axes, above: bool = False) -> None:
+def legend(axes: Axes, above: bool = False) -> None:
+    """The house's legend, where it fits best or above the axes."""
     place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 2} if above else {"loc": "best"}
     axes.legend(frameon=False, fontsize=8, labelcolor=INK, **place)
 
 
-def _inked(figure: Figure) -> Figure:
+def inked(figure: Figure) -> Figure:
     """Lines and letters in the ink that `to_svg` exchanges."""
     for axes in figure.axes:
         axes.set_facecolor("none")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dubito.experiments.bbb.regression_curve import Curve
-from dubito.plots import COLOURS, INK
+from dubito.plots import COLOURS, INK, blank_figure, inked, legend
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,23 +74,11 @@ def pruning_figure(errors: Mapping[str, Mapping[float, float]]) -> Figure:
 
 
 def _axes(height: float) -> tuple[Figure, Axes]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2, height), layout="constrained")
-    FigureCanvasAgg(figure)  # rendering that needs no display
+    figure = blank_figure(height)
     axes: Any = figure.subplots()
     return figure, axes
 
 
 def _finish(figure: Figure, axes: Axes) -> Figure:
-    """A legend, and lines and letters in the ink that `dubito.plots.to_svg` exchanges."""
-    axes.legend(frameon=False, fontsize=8, labelcolor=INK, loc="best")
-    axes.set_facecolor("none")
-    axes.tick_params(colors=INK, which="both", labelsize=8)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set(color=INK, fontsize=9)
-    for name, spine in axes.spines.items():
-        spine.set_edgecolor(INK)
-        spine.set_visible(name in ("left", "bottom"))
-    return figure
+    legend(axes)
+    return inked(figure)

@@ -15,7 +15,7 @@ from dubito.bayesian import BayesianModule
 from dubito.conversion import bayesianize
 from dubito.experiments.reproduction import Outcome, PartJob
 from dubito.likelihoods import Bernoulli, Gaussian
-from dubito.plots import COLOURS
+from dubito.plots import COLOURS, INK, blank_figure, inked, legend
 from dubito.report import Picture, Row, Table
 from dubito.weights import Family, LowRankCovariance
 
@@ -177,26 +177,21 @@ def _spread(bayes: BayesianModule, grid: Tensor, settings: ToySettings) -> tuple
 
 
 def clusters_figure(found: Clusters) -> Figure:
-    """Data, mean and two standard deviations, after training; the prior's band behind."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.0, 3.0), layout="constrained")
+    """Data, mean and two standard deviations, after training."""
+    figure = blank_figure(3.0, 5.0)
     axes = figure.subplots()
     grid, mean, sd = found.grid.numpy(), found.mean.numpy(), found.sd.numpy()
     axes.fill_between(grid, mean - 2 * sd, mean + 2 * sd, color=COLOURS[0], alpha=0.25, label="± 2 sd")
     axes.plot(grid, mean, color=COLOURS[0], label="mean")
-    axes.plot(found.x.numpy(), found.y.numpy(), ".", color="black", markersize=4, label="data")
+    axes.plot(found.x.numpy(), found.y.numpy(), ".", color=INK, markersize=4, label="data")
     axes.set_ylim(-1.2, 1.2)
-    axes.legend(frameon=False, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    legend(axes)
+    return inked(figure)
 
 
 def moons_figure(found: Moons) -> Figure:
     """P(class 1), and the epistemic part of its uncertainty, over the plane."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 2.9), layout="constrained")
+    figure = blank_figure(2.9, 7.2)
     side = math.isqrt(len(found.grid))
     shape = (side, side)
     columns = [found.grid[:, i].reshape(shape).numpy() for i in range(2)]
@@ -212,7 +207,7 @@ def moons_figure(found: Moons) -> Figure:
             points, look = found.x[found.y == label].numpy(), {"markersize": 5, "markeredgewidth": 0.4}
             axes.plot(points[:, 0], points[:, 1], ".", color=COLOURS[label], markeredgecolor="white", **look)
         axes.set_title(title, fontsize=10)
-    return figure
+    return inked(figure)
 
 
 def toys_part(job: PartJob) -> Outcome:

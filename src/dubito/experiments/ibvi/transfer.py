@@ -18,7 +18,7 @@ from dubito import mup
 from dubito.conversion import bayesianize
 from dubito.experiments.reproduction import Outcome, PartJob
 from dubito.likelihoods import Categorical
-from dubito.plots import COLOURS
+from dubito.plots import COLOURS, INK, blank_figure, inked
 from dubito.report import Picture, Row, Table
 from dubito.weights import Family, LowRankCovariance
 
@@ -138,9 +138,7 @@ def spread(losses: dict[int, dict[int, float]], least: int) -> int:
 
 def transfer_figure(losses: Losses) -> Figure:
     """Final loss against the learning rate, one line a width, one panel a parametrisation."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
+    figure = blank_figure(3.2, 7.2)
     panels = figure.subplots(1, len(losses), sharey=True, squeeze=False)[0]
     titles = {"standard": "standard parametrisation", "mup": "maximal update parametrisation"}
     for axes, (name, by_width) in zip(panels, losses.items(), strict=True):
@@ -154,10 +152,10 @@ def transfer_figure(losses: Losses) -> Figure:
         axes.set_title(titles.get(name, name), fontsize=10)
         axes.set_xlabel("learning rate")
         axes.set_ylim(0, 1.6)
-        axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("expected loss (nats)")
-    panels[0].legend(title="width", frameon=False, fontsize=7, title_fontsize=8)
-    return figure
+    box = panels[0].legend(title="width", frameon=False, fontsize=7, title_fontsize=8, labelcolor=INK)
+    box.get_title().set_color(INK)
+    return inked(figure)
 
 
 def transfer_table(losses: Losses, widths: Sequence[int]) -> Table:
