@@ -1,0 +1,1 @@
+"""Singular Bayesian neural networks: low-rank factors against the baselines of the paper."""
