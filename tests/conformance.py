@@ -33,6 +33,7 @@ FAMILIES: dict[str, Family] = {
     "factors_local": LowRankFactors(rank=2, init="svd", estimator="local"),
     "factors_flipout": LowRankFactors(rank=2, init="svd", estimator="flipout"),
     "radial": dubito.Radial(scale=0.3),
+    "rank_one": dubito.RankOne(scale=0.3, train_weight=True),
     "full_covariance_unit": dubito.FullCovariance("unit", scale=0.3),
     "full_covariance": dubito.FullCovariance("layer", scale=0.3),
     "point": Point(),

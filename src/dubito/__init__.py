@@ -27,6 +27,7 @@ from dubito.weights import (
     MeanField,
     Point,
     Radial,
+    RankOne,
     WeightPosterior,
 )
 
@@ -59,6 +60,7 @@ __all__ = [
     "Predictive",
     "Pretrained",
     "Radial",
+    "RankOne",
     "ScaleMixture",
     "Snapshot",
     "TemperatureScaling",

@@ -73,9 +73,7 @@ def bayesianize(
     notes = _out_of_reach(module, [slot for posterior in posteriors for slot in posterior.slots])
     bayes = BayesianModule(module, posteriors, chosen, likelihood, output)
     for posterior in posteriors:
-        if posterior.takes_over:
-            for slot in posterior.slots:
-                slot.put(None)
+        posterior.settle()
     notes += [note for posterior in posteriors for note in posterior.notes]
     if notes:
         warnings.warn("; ".join(notes), DubitoWarning, stacklevel=2)

@@ -9,6 +9,7 @@ from dubito.weights.low_rank_factors import LowRankFactors
 from dubito.weights.mean_field import MeanField
 from dubito.weights.point import Point
 from dubito.weights.radial import Radial
+from dubito.weights.rank_one import RankOne
 
 __all__ = [
     "CapabilityError",
@@ -22,5 +23,6 @@ __all__ = [
     "MeanField",
     "Point",
     "Radial",
+    "RankOne",
     "WeightPosterior",
 ]

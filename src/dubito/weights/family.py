@@ -168,6 +168,12 @@ class WeightPosterior(nn.Module, ABC):
 
     # ---- what a family may refine ---------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Take the parameters over, once every posterior of the network has been made without an error."""
+        if self.takes_over:
+            for slot in self.slots:
+                slot.put(None)
+
     def reset_spread_(self, scales: Mapping[str, float], generator: torch.Generator | None = None) -> None:
         """Start the spread anew, in place, given the standard deviation that each slot's mean was initialised with.
 
