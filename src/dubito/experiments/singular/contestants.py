@@ -30,7 +30,7 @@ from dubito.monte_carlo import evaluating
 from dubito.posthoc.swag import SWAG
 from dubito.predictive import Predictive
 from dubito.training import fit
-from dubito.weights import Family, LowRankFactors, MeanField
+from dubito.weights import Family, LowRankFactors, MeanField, RankOne
 
 MEMBERS, SWAG_RANK, SWAG_EPOCHS = 5, 10, 10
 
@@ -266,20 +266,11 @@ def low_rank_svd(contest: Contest) -> Fitted:
 
 
 def rank_one(contest: Contest) -> Fitted:
-    """Gaussian multipliers of rows and columns on the trained plain network, which is frozen.
-
-    Raises:
-        NotImplementedError: in a build without the family.
-    """
-    import dubito
-
-    family = getattr(dubito, "RankOne", None)
-    if family is None:
-        raise NotImplementedError("this build of dubito has no family RankOne")
+    """Gaussian multipliers of rows and columns on the trained plain network, which is frozen, biases too."""
     plain = contest.plain
     network = copy.deepcopy(plain.network).requires_grad_(False)
     recipe = contest.problem.recipe("rank-one")
-    families = dict.fromkeys(contest.problem.ranks, family(scale=recipe.scale))
+    families = dict.fromkeys(contest.problem.ranks, RankOne(scale=recipe.scale))
     return contest.bayesian(network, families, "rank-one", plain.seconds)
 
 
