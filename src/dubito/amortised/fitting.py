@@ -1,0 +1,262 @@
+"""`fit_process`: meta-learning of a process from many tasks."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dubito.amortised.gaussian_conditionals import PrecisionError
+from dubito.amortised.objectives import OBJECTIVES, Objective, ProcessObjective
+from dubito.amortised.process import BNNProcess
+from dubito.amortised.tasks import Task, TaskBatch, gather_tasks, split_context
+from dubito.training import NonFiniteError
+
+_KEPT_EVERY = 50  # steps between copies of the weights to fall back on
+
+
+class TaskSource(Protocol):
+    """Makes tasks on demand; the generators of `dubito.amortised.generators` are such."""
+
+    def __call__(self, count: int, generator: torch.Generator) -> Sequence[Task]:
+        """`count` fresh tasks."""
+
+
+@dataclass
+class ProcessFitResult:
+    """What came of a training.
+
+    Attributes:
+        steps: taken.
+        losses: of every step, in nats (a task, or a point where `per_point`).
+        validation: (step, mean log predictive density a target) where there were validation tasks.
+        best_step: whose weights the process has: of the best validation, else the last.
+        seconds: wall time.
+    """
+
+    steps: int = 0
+    losses: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    best_step: int = 0
+    seconds: float = 0.0
+
+
+def fit_process(
+    process: BNNProcess,
+    tasks: Sequence[Task] | TaskSource,
+    *,
+    objective: str | Objective = "pp-avi",
+    steps: int = 2000,
+    tasks_per_step: int = 8,
+    samples: int = 8,
+    context: tuple[float, float] = (0.1, 0.5),
+    batch_size: int | None = None,
+    per_point: bool = True,
+    lr: float = 5e-3,
+    final_lr: float = 5e-5,
+    weight_decay: float = 0.0,
+    clip: float | None = 10.0,
+    validation: Sequence[Task] | None = None,
+    validate_every: int = 200,
+    seed: int = 0,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> ProcessFitResult:
+    """Train a process in place: its prior, its inference networks and its noise.
+
+    On a CPU one thread is fastest: the matrices are many and small (`torch.set_num_threads(1)`).
+
+    Args:
+        process: the process.
+        tasks: a list of `(x, y)`, drawn from without replacement epoch by epoch, or a source of fresh ones.
+        objective: "pp-avi", "avi", "npml", "npvi", or a function like those of `dubito.amortised.objectives`.
+        steps: optimiser steps.
+        tasks_per_step: tasks in each.
+        samples: draws of the weights for each task.
+        context: bounds of the share of a task's points that becomes context; drawn for every task.
+        batch_size: points of a task worked through at once; the gradient does not depend on it.
+        per_point: divide by numbers of points, so that the learning rate suits tasks of any size.
+        lr: Adam's learning rate at the start; it falls along a cosine to `final_lr`.
+        final_lr: at the end.
+        weight_decay: decoupled (AdamW), on the inference networks only.
+        clip: largest norm of the gradient (None: any).
+        validation: tasks; the weights kept are those of the best mean log predictive density of their targets.
+        validate_every: steps between validations.
+        seed: of everything random.
+        optimizer: makes another optimiser from the parameters; its learning rate follows the same cosine.
+        say: called with lines of progress.
+
+    Raises:
+        ValueError: an empty task list, faulty tasks (named by index), unknown objective, steps below 1.
+        NonFiniteError: a loss or a gradient that is NaN or infinite, or a posterior precision that is not positive
+            definite; the process is back at its last good weights.
+    """
+    fitting = _Fitting(process, _source(process, tasks), _objective(objective), seed)
+    if steps < 1 or tasks_per_step < 1 or samples < 1:
+        raise ValueError(
+            f"steps={steps}, tasks_per_step={tasks_per_step} and samples={samples} must be at least 1"
+        )
+    made = optimizer(process.parameters()) if optimizer else _adam(process, lr, weight_decay)
+    ratio = final_lr / lr
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        made, lambda step: ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+    )
+    check = None if validation is None else _Validation(process, validation, context, seed)
+    result, started = ProcessFitResult(), time.perf_counter()
+    options: dict[str, Any] = {"batch_size": batch_size, "per_point": per_point, "samples": samples}
+    for step in range(1, steps + 1):
+        fitting.step(made, tasks_per_step, context, clip, options, step)
+        schedule.step()
+        if check is not None and (step % validate_every == 0 or step == steps):
+            result.validation.append((step, check(step)))
+        if say is not None and (step % max(1, steps // 10) == 0 or step == steps):
+            recent = torch.stack(fitting.losses[-50:]).mean()
+            say(f"step {step} of {steps}: loss {float(recent):.3f}")
+    result.steps, result.seconds = steps, time.perf_counter() - started
+    result.losses = torch.stack(fitting.losses).tolist()
+    result.best_step = steps if check is None else check.restore()
+    return result
+
+
+class _Fitting:
+    """One training: where it stands, and what to fall back on."""
+
+    def __init__(self, process: BNNProcess, source: TaskSource, objective: Objective, seed: int) -> None:
+        self.process, self.source, self.objective = process, source, objective
+        self.generator = torch.Generator().manual_seed(seed)
+        device = process.layers[0].prior.mean.free.device
+        self.noise = torch.Generator(device).manual_seed(seed + 1)
+        self.losses: list[Tensor] = []
+        self.good = copy.deepcopy(process.state_dict())
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        count: int,
+        context: tuple[float, float],
+        clip: float | None,
+        options: dict[str, Any],
+        step: int,
+    ) -> None:
+        batch = gather_tasks(
+            self.source(count, self.generator), self.process.dim_x, self.process.dim_y, self.process.labels
+        )
+        given, target = split_context(batch, context, self.generator)
+        device = self.noise.device
+        optimizer.zero_grad()
+        try:
+            value: ProcessObjective = self.objective(
+                self.process,
+                given.to(device),
+                target.to(device),
+                generator=self.noise,
+                disjoint=False,
+                **options,
+            )
+        except PrecisionError as error:
+            self._fall_back(step, str(error), error)
+        value.loss.backward()  # type: ignore[no-untyped-call]
+        parameters = [p for p in self.process.parameters() if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip)
+        if not bool((value.loss + norm).isfinite()):
+            text = f"the loss is {float(value.loss):g} and its gradient's norm {float(norm):g}"
+            self._fall_back(step, f"{text}: lower the learning rate, or standardise the tasks", None)
+        if step % _KEPT_EVERY == 0:
+            self.good = copy.deepcopy(self.process.state_dict())
+        optimizer.step()
+        self.losses.append(value.loss.detach())
+
+    def _fall_back(self, step: int, reason: str, error: Exception | None) -> Any:
+        self.process.load_state_dict(self.good)
+        raise NonFiniteError(
+            f"step {step}: {reason}. The process is back at its weights of at most {_KEPT_EVERY} steps before"
+        ) from error
+
+
+class _Validation:
+    """Mean log predictive density of validation targets, always under the same splits and draws."""
+
+    def __init__(
+        self, process: BNNProcess, tasks: Sequence[Task], context: tuple[float, float], seed: int
+    ) -> None:
+        self.process, self.seed = process, seed
+        batch = process.gather(tasks)
+        cpu = torch.Generator(batch.x.device).manual_seed(seed)
+        self.context, self.target = split_context(batch, context, cpu)
+        self.best: tuple[float, int, dict[str, Tensor]] | None = None
+
+    @torch.no_grad()
+    def __call__(self, step: int) -> float:
+        noise = torch.Generator(self.context.x.device).manual_seed(self.seed)
+        score = float(
+            predictive_density(self.process, self.context, self.target, samples=32, generator=noise)
+        )
+        if self.best is None or score > self.best[0]:
+            self.best = (score, step, copy.deepcopy(self.process.state_dict()))
+        return score
+
+    def restore(self) -> int:
+        """Put the best weights back; the step they are of."""
+        assert self.best is not None
+        self.process.load_state_dict(self.best[2])
+        return self.best[1]
+
+
+@torch.no_grad()
+def predictive_density(
+    process: BNNProcess,
+    context: TaskBatch,
+    target: TaskBatch,
+    samples: int = 32,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Mean over all targets of log mean_s p(y_n | x_n, W_s), in nats a point: a scalar."""
+    drawn = process.infer(context, samples, generator=generator)
+    scores = process.log_likelihood(drawn.weights, target).logsumexp(0) - math.log(samples)
+    return (scores * target.mask).sum() / target.mask.sum()
+
+
+def _objective(objective: str | Objective) -> Objective:
+    if callable(objective):
+        return objective
+    if objective not in OBJECTIVES:
+        raise ValueError(
+            f"objective={objective!r} must be one of {', '.join(map(repr, OBJECTIVES))}, or a function"
+        )
+    return OBJECTIVES[objective]
+
+
+def _source(process: BNNProcess, tasks: Sequence[Task] | TaskSource) -> TaskSource:
+    """A list as a source: shuffled anew whenever it is used up."""
+    if callable(tasks):
+        return tasks
+    given = list(tasks)
+    gather_tasks(given, process.dim_x, process.dim_y, process.labels)  # complains before anything is trained
+
+    def endless(generator: torch.Generator) -> Iterable[Task]:
+        while True:
+            yield from (given[i] for i in torch.randperm(len(given), generator=generator).tolist())
+
+    stream: list[Any] = []
+
+    def source(count: int, generator: torch.Generator) -> Sequence[Task]:
+        if not stream:
+            stream.append(iter(endless(generator)))
+        return list(islice(stream[0], count))
+
+    return source
+
+
+def _adam(process: BNNProcess, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    inference = list(process.inference.parameters())
+    known = {id(p) for p in inference}
+    rest = [p for p in process.parameters() if id(p) not in known and p.requires_grad]
+    groups = [{"params": rest, "weight_decay": 0.0}, {"params": inference, "weight_decay": weight_decay}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr)
