@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from dubito.divergences import KLMethod
 from dubito.priors import ParameterPrior, PriorRule, PriorSpec, WeightPrior, resolve_prior
+from dubito.weights.gaussian_weights import Moments
 from dubito.weights.initial_scale import centre, fan_in
 from dubito.weights.slots import Slot
 
@@ -206,6 +207,15 @@ class WeightPosterior(nn.Module, ABC):
     def mean_weights(self) -> dict[str, Tensor] | None:
         """What stands in the slots for a call at the mean; None where the module already holds it."""
         return None
+
+    def gaussian_weights(self) -> dict[str, Moments]:
+        """What a single pass propagates, by slot name, differentiable: marginal means and variances.
+
+        A family whose entries are correlated hands out its structure (`dubito.weights.gaussian_weights`) where a rule
+        can use it.
+        """
+        mean, variance = self.mean(), self.variance()
+        return {slot.name: Moments(mean[slot.name], variance[slot.name]) for slot in self.slots}
 
     def dense(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Plain tensors from what `realize` gave."""

@@ -30,6 +30,7 @@ from dubito.weights.family import (
     key_of,
 )
 from dubito.weights.gaussian_entries import log_sd_of, spread_of_sd
+from dubito.weights.gaussian_weights import CorrelatedMoments, Moments
 from dubito.weights.initial_scale import fan_in
 from dubito.weights.slots import Slot
 from dubito.weights.unit_layout import Block, unit_blocks, whole_block
@@ -190,6 +191,16 @@ class FullCovariancePosterior(WeightPosterior):
         for block, factor in zip(self.blocks, self.factors(), strict=True):
             result.update(block.split(factor.square().sum(-1)))
         return {slot.name: result[slot.name].to(slot.parameter.dtype) for slot in self.slots}
+
+    def gaussian_weights(self) -> dict[str, Moments]:
+        """The factor's columns. Those of different units are taken as one's: their outputs never meet in one sum."""
+        result: dict[str, Moments] = {}
+        for block, factor in zip(self.blocks, self.factors(), strict=True):
+            source, columns = object(), block.split(factor.permute(2, 0, 1))
+            for slot in block.slots:
+                column = columns[slot.name].to(slot.parameter.dtype)
+                result[slot.name] = CorrelatedMoments(slot.parameter, column, source)
+        return result
 
     @torch.no_grad()
     def rescale_spread_(self, factor: float) -> None:

@@ -28,8 +28,9 @@ from dubito.weights.family import (
     WeightPosterior,
     key_of,
 )
+from dubito.weights.gaussian_weights import KroneckerBias, KroneckerMoments, Moments
 from dubito.weights.initial_scale import fan_in, spread_of
-from dubito.weights.matrix_layout import bias_name, from_matrix, matrix_size
+from dubito.weights.matrix_layout import bias_name, from_matrix, inputs_first, matrix_size
 from dubito.weights.slots import Slot
 
 
@@ -142,6 +143,22 @@ class KroneckerCovariancePosterior(WeightPosterior):
         for unit in self.units:
             rows, columns = (f[unit.key].square().sum(1) for f in (self.outputs, self.inputs))
             result.update(_split(unit, torch.outer(rows, columns)))
+        return result
+
+    def gaussian_weights(self) -> dict[str, Moments]:
+        """The factors, weight and bias under one Z; of weights stored (inputs, outputs) the marginal variances."""
+        result = super().gaussian_weights()
+        for unit in self.units:
+            slot = unit.weight
+            if len(slot.shape) < 2 or inputs_first(slot):
+                continue
+            left, right = self.outputs[unit.key].square().sum(1), self.inputs[unit.key].mT
+            kernels = right[:, : matrix_size(slot)[1]].reshape(-1, *slot.shape[1:])
+            last = None if unit.bias is None else right[:, -1]
+            source = object()
+            result[slot.name] = KroneckerMoments(slot.parameter, left, kernels, source, last)
+            if unit.bias is not None:
+                result[unit.bias.name] = KroneckerBias(*result[unit.bias.name], source)
         return result
 
     @torch.no_grad()

@@ -27,6 +27,7 @@ from dubito.weights.family import (
     WeightPosterior,
     key_of,
 )
+from dubito.weights.gaussian_weights import CorrelatedMoments, Moments
 from dubito.weights.initial_scale import fan_in, spread_of
 
 
@@ -101,6 +102,11 @@ class LowRankCovariancePosterior(WeightPosterior):
     def variance(self) -> dict[str, Tensor]:
         """Row sums of squares of S."""
         return {slot.name: self.factor(slot.name).square().sum(0) for slot in self.slots}
+
+    def gaussian_weights(self) -> dict[str, Moments]:
+        """m and S, all parameters of the module under one z."""
+        source = object()
+        return {s.name: CorrelatedMoments(s.parameter, self.factor(s.name), source) for s in self.slots}
 
     @torch.no_grad()
     def rescale_spread_(self, factor: float) -> None:
