@@ -279,6 +279,28 @@ class BayesianModule(nn.Module):
             keep_draws=keep_draws,
         )
 
+    def propagate(
+        self, x: Any, calibration: Any = None, rules: Any = "cvp", head: str = "sampled"
+    ) -> Predictive:
+        """The predictive distribution by one pass that carries means and variances (`dubito.moments`).
+
+        It carries `logits_mean` and `logits_variance` (in regression they are `mean` and `epistemic`). Without gradient
+        and with evaluation behaviour; every flag is put back.
+
+        Args:
+            x: as in `predict`; batches stream.
+            calibration: made by `dubito.moments.calibrate`, or None.
+            rules: "cvp", "cvp-paper" (exactly the paper's), "streamlining" (first order), or a `RuleSet`.
+            head: how the logits' moments become probabilities (`dubito.moments.head`).
+
+        Raises:
+            NoRuleError: an operator without a rule; `dubito.moments.report` finds them beforehand.
+            ValueError: no likelihood, an unknown rule set or head, or an empty loader.
+        """
+        from dubito.moments.propagate import propagate
+
+        return propagate(self, x, calibration=calibration, rules=rules, head=head)
+
     def sample(self, generator: torch.Generator | None = None) -> nn.Module:
         """One draw as an ordinary, frozen module in eval mode: a consistent function of its input.
 

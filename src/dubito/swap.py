@@ -37,13 +37,19 @@ class Swap:
         values: what replaces each parameter: a tensor or a structured drawn weight.
         recurrent: the `nn.RNNBase` modules among the slots' owners.
         lock: held while the swap is installed.
+        inline: run checkpointed functions like any other: what stands in the slots cannot be run again later.
     """
 
     def __init__(
-        self, values: Sequence[tuple[Slot, Tensor]], recurrent: Sequence[nn.RNNBase], lock: Lock | None = None
+        self,
+        values: Sequence[tuple[Slot, Tensor]],
+        recurrent: Sequence[nn.RNNBase],
+        lock: Lock | None = None,
+        inline: bool = False,
     ) -> None:
         self.values = values
         self.recurrent = recurrent
+        self.inline = inline
         self.lock = lock if lock is not None else threading.RLock()
         self._undo: list[list[tuple[Slot, bool, list[Tensor | None]]]] = []
         self._tokens: list[Any] = []
@@ -115,7 +121,13 @@ _original_generator = checkpointing._checkpoint_without_reentrant_generator
 _OriginalFunction = checkpointing.CheckpointFunction
 
 
+def _run_inline() -> bool:
+    return any(swap.inline for swap in _active.get())
+
+
 def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+    if _run_inline():
+        return iter((None,))
     generator: Iterator[None] = _original_generator(_remembering(function, first=False), *args, **kwargs)
     return generator
 
@@ -123,6 +135,8 @@ def _generator(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Itera
 class _CheckpointFunction(_OriginalFunction):  # type: ignore[misc, valid-type]
     @classmethod
     def apply(cls, function: Callable[..., Any], *args: Any) -> Any:
+        if _run_inline():
+            return function(*args[1:])  # after `preserve_rng_state`
         return _OriginalFunction.apply(_remembering(function, first=True), *args)
 
 

@@ -1,0 +1,23 @@
+"""Propagation of means and variances: uncertainty in a single pass, through any module."""
+
+from dubito.moments import rules as _rules  # noqa: F401  (fills the table)
+from dubito.moments.elementwise import fused
+from dubito.moments.gaussian_tensor import GaussianTensor
+from dubito.moments.moments import Context, InvalidMomentsError, Moments, NoRuleError
+from dubito.moments.propagate import gaussian_weights, propagated
+from dubito.moments.registry import rule
+from dubito.moments.rule_sets import RULE_SETS, RuleSet
+
+__all__ = [
+    "RULE_SETS",
+    "Context",
+    "GaussianTensor",
+    "InvalidMomentsError",
+    "Moments",
+    "NoRuleError",
+    "RuleSet",
+    "fused",
+    "gaussian_weights",
+    "propagated",
+    "rule",
+]

@@ -1,0 +1,173 @@
+"""Predict in a single pass: means and variances of the outputs, and the predictive they stand for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dubito.moments.gaussian_tensor import GaussianTensor
+from dubito.moments.moments import Calibrator, Context, InvalidMomentsError, Moments, NoRuleError
+from dubito.moments.rule_sets import RuleSet, rule_set
+from dubito.monte_carlo import _batches, as_arguments, device_of, evaluating
+from dubito.predictive import Predictive
+from dubito.swap import Swap
+from dubito.weights.family import CapabilityError
+
+if TYPE_CHECKING:
+    from dubito.bayesian import BayesianModule
+
+
+def gaussian_weights(bayes: BayesianModule) -> dict[str, Moments]:
+    """Every random weight's moments, by name, differentiable in the posterior's parameters.
+
+    Raises:
+        CapabilityError: where a family has no mean or variance in closed form, or there are no random weights.
+    """
+    weights: dict[str, Moments] = {}
+    for posterior in bayes.posteriors():
+        try:
+            weights.update(posterior.gaussian_weights())
+        except CapabilityError as error:
+            raise CapabilityError(
+                f"{posterior.slots[0].name!r} has no mean and variance to propagate ({error}); use Monte Carlo: "
+                "bayes.predict(x)"
+            ) from error
+    if not weights:
+        raise CapabilityError(
+            "no parameter is random, so there is no variance to propagate: call bayes(x) in eval()"
+        )
+    return weights
+
+
+def propagated(
+    bayes: BayesianModule,
+    x: Any,
+    context: Context | None = None,
+    weights: Mapping[str, Moments] | None = None,
+) -> Moments:
+    """Mean and variance of the network's outputs; differentiable where gradient is enabled.
+
+    Args:
+        bayes: the network. Dropout and normalisation behave as in evaluation; every flag is put back.
+        x: a tensor, or a tuple or mapping of arguments.
+        context: rules, calibration, recording of sites.
+        weights: moments to use in place of the posterior's (`gaussian_weights(bayes)`).
+
+    Raises:
+        NoRuleError: for an operator without a rule.
+        InvalidMomentsError: where a mean or variance comes out NaN, or a variance negative; it names the module.
+    """
+    context = context if context is not None else Context()
+    weights = weights if weights is not None else gaussian_weights(bayes)
+    args, kwargs = as_arguments(x)
+    with bayes._lock, evaluating(bayes.module):
+        result = _once(bayes, args, kwargs, context, weights)
+        if not context.drawing and not _finite(result):
+            _name_the_site(bayes, args, kwargs, context, weights)
+            raise context.checked("output", result)._invalid("output", result)
+    return result
+
+
+def _once(
+    bayes: BayesianModule, args: Any, kwargs: dict[str, Any], context: Context, weights: Mapping[str, Moments]
+) -> Moments:
+    _refuse_recurrent(bayes)
+    context.start()
+    context.seen.clear()
+    with context.following(bayes.module), standing_in(bayes, weights, context), _no_compiling():
+        output = bayes.select(bayes.module(*args, **kwargs))
+    if not isinstance(output, GaussianTensor):
+        raise NoRuleError(
+            "the network's output carries no variance: it was lost on the way (a scripted function, a tensor made from "
+            "numbers), or no random parameter has a part in it. dubito.moments.report(bayes, x) says which operators "
+            "were met; Monte Carlo needs no rules: bayes.predict(x)"
+        )
+    moments = output.moments.marginal()
+    return moments if context.drawing else context.site("output", moments)
+
+
+@contextlib.contextmanager
+def standing_in(bayes: BayesianModule, weights: Mapping[str, Moments], context: Context) -> Iterator[None]:
+    """Gaussian tensors in the slots of the random parameters."""
+    pairs = [(bayes._slots[n], GaussianTensor.of(m, context, n)) for n, m in weights.items()]
+    with Swap(pairs, (), bayes._lock, inline=True):
+        yield
+
+
+@contextlib.contextmanager
+def _no_compiling() -> Iterator[None]:
+    """Compiled submodules run eagerly: compiled code does not see the tensors' class."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _refuse_recurrent(bayes: BayesianModule) -> None:
+    for path, module in bayes.module.named_modules():
+        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+            raise NoRuleError(
+                f"{type(module).__name__} {path!r} is recurrent, and means and variances cannot be propagated through "
+                "it: its steps share their weights' noise. Use Monte Carlo: bayes.predict(x)"
+            )
+
+
+def _finite(moments: Moments) -> bool:
+    if not moments.mean.numel():
+        return True
+    lowest = torch.stack([moments.variance.detach().amin().float(), moments.mean.detach().sum().float() * 0])
+    return bool((lowest >= 0).all())
+
+
+def _name_the_site(
+    bayes: BayesianModule, args: Any, kwargs: dict[str, Any], context: Context, weights: Mapping[str, Moments]
+) -> None:
+    """Run again looking at every result, to name the first that is invalid."""
+    again = Context(context.rules, context.calibration, check=True)
+    with torch.no_grad():
+        _once(bayes, args, kwargs, again, weights)
+    raise InvalidMomentsError(
+        "the output's moments are NaN, infinite or negative; every operator's were valid"
+    )
+
+
+def propagate(
+    bayes: BayesianModule,
+    x: Any,
+    *,
+    calibration: Calibrator | None = None,
+    rules: str | RuleSet = "cvp",
+    head: str = "sampled",
+) -> Predictive:
+    """See `BayesianModule.propagate`."""
+    likelihood = bayes.require_likelihood()
+    chosen = rule_set(rules)
+    stream = not isinstance(x, Tensor | tuple | Mapping)
+    parts: list[Predictive] = []
+    with bayes._lock, torch.no_grad():
+        weights = gaussian_weights(bayes)
+        for batch in _batches(x, device_of(bayes)) if stream else (x,):
+            moments = propagated(bayes, batch, Context(chosen, calibration), weights)
+            parts.append(_predictive(likelihood, moments, head))
+    if not parts:
+        raise ValueError("x is an empty loader: it gave no batch to predict")
+    predictive = parts[0] if len(parts) == 1 else Predictive.concatenate(parts)
+    if bayes.target_scale is not None and bayes.target_shift is not None:
+        predictive = predictive.affine(bayes.target_shift, bayes.target_scale)
+    return predictive
+
+
+def _predictive(likelihood: Any, moments: Moments, head: str) -> Predictive:
+    return predictive_from_moments(likelihood, moments.mean, moments.variance, head=head)
+
+
+def predictive_from_moments(
+    likelihood: Any, mean: Tensor, variance: Tensor, head: str = "sampled"
+) -> Predictive:
+    """Until the heads' own file is there: 256 fixed normals."""
+    engine = torch.quasirandom.SobolEngine(min(mean[0].numel(), 21201), scramble=True, seed=0)
+    u = engine.draw(256).to(mean).clamp(1e-6, 1 - 1e-6)
+    z = torch.special.ndtri(u).reshape(256, 1, *mean.shape[1:])
+    return likelihood.predictive(mean + variance.sqrt() * z, keep_draws=False)
