@@ -1,19 +1,22 @@
 """dubito: Bayesian deep learning in PyTorch. Any module, called with random weights."""
 
-from dubito import last_layer, mup, objectives, theory
+from dubito import certificates, last_layer, mup, objectives, theory
 from dubito.bayesian import BayesianModule
 from dubito.conversion import bayesianize
 from dubito.diagnostics import summary
+from dubito.from_gaussian import from_ivon, from_variances
 from dubito.learned_priors import EmpiricalBayes
 from dubito.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from dubito.monte_carlo import Draws
 from dubito.objectives import Elbo, negative_elbo
+from dubito.optim.ivon import IVON
 from dubito.optim.parameter_groups import parameter_groups
 from dubito.posthoc.temperature import TemperatureScaling
 from dubito.predictive import Predictive
 from dubito.priors import FanIn, Pretrained, ScaleMixture, WeightPrior
 from dubito.pruning import prune, pruning_curve, signal_to_noise, sparse_state_dict
 from dubito.snapshot import Snapshot
+from dubito.spectrum import spectrum
 from dubito.training import FitConfig, FitResult, NonFiniteError, fit
 from dubito.weights import (
     CapabilityError,
@@ -34,6 +37,7 @@ from dubito.weights import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "IVON",
     "BayesianModule",
     "Bernoulli",
     "CapabilityError",
@@ -67,7 +71,10 @@ __all__ = [
     "WeightPosterior",
     "WeightPrior",
     "bayesianize",
+    "certificates",
     "fit",
+    "from_ivon",
+    "from_variances",
     "last_layer",
     "mup",
     "negative_elbo",
@@ -77,6 +84,7 @@ __all__ = [
     "pruning_curve",
     "signal_to_noise",
     "sparse_state_dict",
+    "spectrum",
     "summary",
     "theory",
 ]
