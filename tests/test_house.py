@@ -26,14 +26,15 @@ MAX_FUNCTION_LINES = 60
 NAMELESS = frozenset({"utils", "util", "helpers", "helper", "misc", "core", "common"})
 
 # What a room may not know, directly or through others: HOUSE where nothing else is said.
-FRONT = frozenset({"plots", "report", "cli", "experiments"})
+FRONT = frozenset({"plots", "rank_plots", "report", "cli", "experiments"})
 HOUSE = FRONT | {"training", "data"}
 FORBIDDEN = {
     "amortised": FRONT,
     "posthoc": FRONT,
     "training": FRONT,
     "data": FRONT | {"training"},
-    "plots": frozenset({"report", "cli", "experiments"}),
+    "plots": frozenset({"rank_plots", "report", "cli", "experiments"}),
+    "rank_plots": frozenset({"report", "cli", "experiments"}),
     "report": frozenset({"cli", "experiments"}),
     "experiments": frozenset({"cli"}),
     "cli": frozenset[str](),

@@ -1,0 +1,163 @@
+"""The Gibbs predictor's empirical risk: the mean loss of single draws of the weights, each over all data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dubito.bayesian import BayesianModule
+from dubito.certificates.certificate import RefusedError
+from dubito.certificates.loss_constants import BoundedLoss
+from dubito.likelihoods import Bernoulli, Categorical, Likelihood
+from dubito.monte_carlo import device_of, evaluating
+
+_BATCH = 1024  # of data given as tensors
+_UNBOUNDED = (
+    F.cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.binary_cross_entropy,
+    F.nll_loss,
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.gaussian_nll_loss,
+)
+_REMEDY = (
+    'PAC-Bayes needs a loss in [0, 1]: use loss="zero_one", or clip it, by '
+    "certificates.clipped_cross_entropy(cap=4.0) or certificates.ClippedLoss(loss, cap)"
+)
+
+
+@dataclass(frozen=True)
+class GibbsRisk:
+    """An estimate of the Gibbs empirical risk.
+
+    Attributes:
+        risk: mean over draws and data.
+        by_draw: (M,), each draw's mean loss over all data.
+        n: number of data.
+        chance: risk of a predictor that guesses without looking, for the 0-1 loss; 1 for any other.
+    """
+
+    risk: float
+    by_draw: Tensor
+    n: int
+    chance: float
+
+
+def gibbs_risk(
+    bayes: BayesianModule,
+    data: Any,
+    loss: str | BoundedLoss = "zero_one",
+    samples: int = 256,
+    generator: torch.Generator | None = None,
+) -> GibbsRisk:
+    """Each draw's mean loss over the data, in evaluation mode; the same draws for all batches.
+
+    Args:
+        bayes: the network.
+        data: (x, y) tensors, or an iterable of such batches, run through once.
+        loss: "zero_one", or a function from outputs (S, batch, …) and y to losses in [0, 1] of shape (S, batch, …).
+            Losses of several outcomes a datum are meaned: a datum counts once.
+        samples: draws M.
+        generator: source of the draws.
+
+    Raises:
+        RefusedError: a loss that is not in [0, 1].
+        ValueError: no data, or a loss of the wrong shape.
+    """
+    measure = _loss(bayes, loss)
+    draws = bayes.draw(samples, generator)
+    total, seen, classes = None, 0, 2
+    with torch.no_grad(), evaluating(bayes):
+        for x, y in batches_of(data, device_of(bayes)):
+            outputs = bayes.outputs(x, draws=draws)
+            if isinstance(bayes.likelihood, Categorical):
+                classes = outputs.shape[bayes.likelihood.dim]
+            values = _in_range(measure(outputs, y), outputs.shape[:2]).double()
+            part = values.flatten(2).mean(2).sum(1) if values.dim() > 2 else values.sum(1)
+            total = part if total is None else total + part
+            seen += outputs.shape[1]
+    if total is None or not seen:
+        raise ValueError("data holds no batch: give (x, y), or an iterable of such pairs")
+    by_draw = total / seen
+    chance = 1.0 - 1.0 / classes if loss == "zero_one" else 1.0
+    return GibbsRisk(min(float(by_draw.mean()), 1.0), by_draw, seen, chance)
+
+
+def batches_of(data: Any, device: torch.device) -> Iterator[tuple[Any, Tensor]]:
+    """(x, y) on the network's device, from a pair of tensors or an iterable of pairs."""
+    if isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor):
+        x, y = data
+        if not isinstance(x, Tensor):
+            yield _moved(x, device), y.to(device)
+            return
+        if len(x) != len(y):
+            raise ValueError(f"x holds {len(x)} data, y {len(y)}")
+        for start in range(0, len(x), _BATCH):
+            yield x[start : start + _BATCH].to(device), y[start : start + _BATCH].to(device)
+        return
+    if isinstance(data, Tensor) or not isinstance(data, Iterable):
+        raise TypeError(f"data must be (x, y) or an iterable of such pairs, got {type(data).__name__}")
+    for batch in data:
+        if not isinstance(batch, list | tuple) or len(batch) != 2:
+            raise TypeError(f"a batch must be a pair (x, y), got {type(batch).__name__}")
+        yield _moved(batch[0], device), batch[1].to(device)
+
+
+def _moved(x: Any, device: torch.device) -> Any:
+    return torch.utils._pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, x)
+
+
+def _loss(bayes: BayesianModule, loss: str | BoundedLoss) -> BoundedLoss:
+    if isinstance(loss, str):
+        if loss != "zero_one":
+            raise RefusedError(f"loss={loss!r} is not known to be bounded. {_REMEDY}")
+        return _zero_one(bayes)
+    bound_to = getattr(loss, "__self__", None)
+    if (
+        loss in _UNBOUNDED
+        or isinstance(loss, nn.modules.loss._Loss)
+        or isinstance(bound_to, Likelihood | BayesianModule)
+    ):
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise RefusedError(f"the loss {name} is unbounded, or gives one number a batch. {_REMEDY}")
+    if not callable(loss):
+        raise TypeError(f'loss must be "zero_one" or a function (outputs, y) → losses, got {loss!r}')
+    return loss
+
+
+def _zero_one(bayes: BayesianModule) -> BoundedLoss:
+    likelihood = bayes.likelihood
+    if isinstance(likelihood, Categorical | Bernoulli):
+
+        def errors(outputs: Tensor, y: Tensor) -> Tensor:
+            likelihood.check_target(outputs, y)
+            if isinstance(likelihood, Categorical):
+                return (outputs.argmax(likelihood.dim) != y).double()
+            return ((outputs > 0) != (y > 0.5)).double()
+
+        return errors
+    raise RefusedError(
+        f"the 0-1 loss needs a Categorical or Bernoulli likelihood, this network has {likelihood!r}: give a bounded "
+        "loss of your own, such as certificates.ClippedLoss(lambda z, y: (z - y).square(), cap)"
+    )
+
+
+def _in_range(values: Tensor, lead: torch.Size) -> Tensor:
+    if not isinstance(values, Tensor) or values.shape[:2] != lead:
+        got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(
+            f"the loss must keep draws and data, shape {tuple(lead)} and more, without reduction; it gave {got}"
+        )
+    if bool(torch.isnan(values).any()):
+        raise ValueError("the loss is NaN for some data")
+    low, high = float(values.min()), float(values.max())
+    if low < 0.0 or high > 1.0:
+        raise RefusedError(f"the loss takes values from {low:.4g} to {high:.4g}. {_REMEDY}")
+    return values
