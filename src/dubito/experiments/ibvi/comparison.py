@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,19 @@ from torch import Tensor, nn
 
 from dubito.data import load_dataset
 from dubito.experiments.evaluation import Stopwatch
-from dubito.experiments.ibvi.contestants import CONTESTANTS, CPU, NETWORKS, Architecture, Task
+from dubito.experiments.ibvi.contestants import CONTESTANTS, NETWORKS, Architecture, Task, device_of
 from dubito.experiments.ibvi.exam import Material, Sizes, judge
+from dubito.experiments.ibvi.processes import in_processes
 from dubito.experiments.ibvi.training import BATCH, groups, loss_of, sgd, with_low_rank
 from dubito.posthoc.laplace import MissingLaplaceError
 from dubito.report import write_whole
 
 OTHER = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}
+COSTS = {"lenet5": 1, "resnet": 2}  # of an epoch, relative: what takes longest is begun first
+#: Methods that do not start from the plain network, and the recipe each takes in its place.
+_OWN = {"ibvi": "ibvi", "ibvi-last-two": "ibvi_last_two", "weight-space": "mean_field"}
 Values = dict[str, Any]
+Report = tuple[Values, Values | str]  # a row's key with its values, or with the reason why it is left out
 
 
 @dataclass(frozen=True)
@@ -81,37 +88,117 @@ class Rows:
         return dict(row)
 
 
+@dataclass(frozen=True)
+class Job:
+    """Rows of one network on one data set that one process measures, one after the other.
+
+    Methods that start from the plain network share it, so they belong together.
+    """
+
+    settings: ComparisonSettings
+    data: str
+    network: str
+    seed: int
+    methods: tuple[str, ...]
+
+
 def compare_ibvi(
     settings: ComparisonSettings,
     folder: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
+    processes: int = 1,
 ) -> list[Values]:
     """Train and judge everything; rows in the order of the settings.
+
+    Rows are the same however many processes measure them (each runs torch in as many threads as this one), but for
+    their seconds.
 
     Args:
         settings: the size.
         folder: of the finished rows (one file a data set); None keeps nothing.
         say: called with lines of progress.
+        processes: how many rows are measured at once, each in a process of its own; 1 stays in this one.
 
     Raises:
         FileNotFoundError: if the data sets are not there.
+        WorkerDiedError: if one of several processes was killed.
     """
-    found: list[Values] = []
-    for data in settings.data:
-        rows = Rows(folder / f"{data}.json" if folder is not None else None)
-        for seed in settings.seeds:
-            material: Material | None = None
-            for network in settings.networks:
-                keys = {method: _key(settings, data, network, method, seed) for method in settings.methods}
-                if any(rows.find(key) is None for key in keys.values()) and material is None:
-                    material = load_material(data, settings.sizes, seed)
-                found += _rows_of(settings, material, keys, rows, say)
-    return found
+    kept = {data: Rows(folder / f"{data}.json" if folder is not None else None) for data in settings.data}
+    keys = [
+        _key(settings, data, network, method, seed)
+        for data in settings.data
+        for seed in settings.seeds
+        for network in settings.networks
+        for method in settings.methods
+    ]
+    for key in keys:
+        row = kept[key["data"]].find(key)
+        if row is not None:
+            say(f"    {_line(row)}")
+    jobs = jobs_of(settings, [key for key in keys if kept[key["data"]].find(key) is None])
+    with contextlib.closing(_reports(jobs, processes)) as reports:
+        for key, values in reports:
+            if isinstance(values, str):
+                say(f"    {key['method']} is left out: {values}")
+            else:
+                say(f"    {_line(kept[key['data']].add(key, values))}")
+    rows = (kept[key["data"]].find(key) for key in keys)
+    return [row for row in rows if row is not None]
+
+
+def jobs_of(settings: ComparisonSettings, keys: Sequence[Values]) -> list[Job]:
+    """The jobs that measure the rows of these keys: data sets together, and of each the longest first."""
+    grouped: dict[tuple[Any, ...], list[str]] = {}
+    for key in keys:
+        own = key["method"] in _OWN
+        place = (settings.data.index(key["data"]), key["seed"], -COSTS.get(key["network"], 0), own)
+        grouped.setdefault((*place, key["data"], key["network"]), []).append(key["method"])
+    return [
+        Job(settings, data, network, seed, tuple(methods))
+        for (_, seed, _, _, data, network), methods in sorted(grouped.items())
+    ]
+
+
+def _reports(jobs: Sequence[Job], processes: int) -> Generator[Report, None, None]:
+    if processes > 1 and len(jobs) > 1:
+        yield from in_processes(measured, jobs, processes, torch.get_num_threads())
+        return
+    try:
+        for job in jobs:
+            yield from measured(job)
+    finally:
+        _material.cache_clear()
+
+
+def measured(job: Job) -> Iterator[Report]:
+    """Train and judge a job's rows: keys with values, or with the reason why a method is left out."""
+    settings = job.settings
+    material = _material(job.data, settings.sizes, job.seed)
+    task = Task(
+        NETWORKS[job.network],
+        material.train,
+        material.validation,
+        settings.epochs[job.network],
+        settings.samples,
+        job.seed,
+    )
+    for method in job.methods:
+        key = _key(settings, job.data, job.network, method, job.seed)
+        try:
+            yield key, _measure(task, method, material)
+        except MissingLaplaceError as error:
+            yield key, str(error)
 
 
 def load_material(data: str, sizes: Sizes, seed: int) -> Material:
     """The images of a data set and, as unknown ones, those of the other."""
     return Material.of(load_dataset(data, seed), load_dataset(OTHER[data], seed), sizes, seed)
+
+
+@functools.lru_cache(maxsize=1)
+def _material(data: str, sizes: Sizes, seed: int) -> Material:
+    """The material of the job before, where it is the same."""
+    return load_material(data, sizes, seed)
 
 
 def _key(settings: ComparisonSettings, data: str, network: str, method: str, seed: int) -> Values:
@@ -130,36 +217,7 @@ def _key(settings: ComparisonSettings, data: str, network: str, method: str, see
 
 
 def _recipes_of(method: str) -> tuple[str, ...]:
-    own = {"ibvi": "ibvi", "ibvi-last-two": "ibvi_last_two", "weight-space": "mean_field"}
-    return (own.get(method, "plain"),)
-
-
-def _rows_of(
-    settings: ComparisonSettings,
-    material: Material | None,
-    keys: Mapping[str, Values],
-    rows: Rows,
-    say: Callable[[str], None],
-) -> list[Values]:
-    """The rows of one data set and network: those found, and the others measured."""
-    some = next(iter(keys.values()))
-    task: Task | None = None
-    if material is not None:
-        architecture, epochs = NETWORKS[some["network"]], settings.epochs[some["network"]]
-        task = Task(architecture, material.train, material.validation, epochs, settings.samples, some["seed"])
-    found = []
-    for method, key in keys.items():
-        row = rows.find(key)
-        if row is None and task is not None and material is not None:
-            try:
-                row = rows.add(key, _measure(task, method, material))
-            except MissingLaplaceError as error:
-                say(f"    {method} is left out: {error}")
-                continue
-        if row is not None:
-            say(f"    {_line(row)}")
-            found.append(row)
-    return found
+    return (_OWN.get(method, "plain"),)
 
 
 def _measure(task: Task, method: str, material: Material) -> Values:
@@ -169,7 +227,7 @@ def _measure(task: Task, method: str, material: Material) -> Values:
     return {
         "metrics": metrics,
         "train_seconds": fitted.seconds,
-        "exam_seconds": watch.seconds(CPU),
+        "exam_seconds": watch.seconds(material.train[0].device),
         "stored_numbers": fitted.stored,
         "note": fitted.note,
     }
@@ -196,8 +254,9 @@ def overhead(architecture: Architecture, layers: Sequence[str], turns: int = 25)
     """Training steps of both in turns, in processor seconds; parameters of the covariance over the network's own."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        x, y = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
         plain = architecture.make()
+        device = device_of(plain)
+        x, y = torch.randn(BATCH, 1, 28, 28, device=device), torch.randint(10, (BATCH,), device=device)
         bayes = with_low_rank(architecture.make(), layers, architecture.ibvi)
         steps = (_step(plain, plain.parameters(), x, y), _step(bayes, groups(bayes, architecture.ibvi), x, y))
         for step in steps * 2:
@@ -208,7 +267,7 @@ def overhead(architecture: Architecture, layers: Sequence[str], turns: int = 25)
             for side in (0, 1) if turn % 2 else (1, 0):
                 watch = Stopwatch()
                 steps[side]()
-                seconds[side] = watch.seconds(CPU)
+                seconds[side] = watch.seconds(device)
             ratios.append(seconds[1] / seconds[0])
     sizes = [sum(p.numel() for p in model.parameters()) for model in (plain, bayes)]
     return Overhead(statistics.median(ratios), sizes[1] / sizes[0] - 1.0)

@@ -36,7 +36,6 @@ from dubito.posthoc.swag import SWAG
 from dubito.posthoc.temperature import TemperatureScaling
 from dubito.predictive import Predictive
 
-CPU = torch.device("cpu")
 MEMBERS, SWAG_RANK = 5, 10
 _AT_ONCE = 500  # images
 
@@ -106,7 +105,7 @@ class Task:
         """Freshly initialised, the same for every method at offset 0."""
         with torch.random.fork_rng():
             torch.manual_seed(self.seed + 1000 * offset)
-            return self.architecture.make()
+            return self.architecture.make().to(self.train[0].device)
 
     def train_plain(self, offset: int = 0) -> nn.Module:
         """A network without random weights, trained."""
@@ -120,12 +119,12 @@ class Task:
         """The plain network, trained once; not to be altered."""
         watch = Stopwatch()
         network = self.train_plain()
-        self.spent["plain"] = watch.seconds(CPU)
+        self.spent["plain"] = watch.seconds(device_of(network))
         return network
 
     def generator(self) -> torch.Generator:
         """Of the draws of a prediction."""
-        return torch.Generator().manual_seed(self.seed)
+        return torch.Generator(self.train[0].device).manual_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ def temperature(task: Task) -> Fitted:
     watch = Stopwatch()
     scaling = TemperatureScaling.fit(base, [task.validation], likelihood=Categorical())
     ensemble = DeepEnsemble([base], scaling.likelihood)
-    seconds = task.spent["plain"] + watch.seconds(CPU)
+    seconds = task.spent["plain"] + watch.seconds(device_of(task.plain))
     note = f"T = {scaling.temperature:.2f}"
     return Fitted(_batched(ensemble.predict), _size(base) + 1, seconds, note)
 
@@ -172,7 +171,7 @@ def _laplace(task: Task, marginal: bool) -> Fitted:
     precision: float | PriorChoice = "marginal-likelihood" if marginal else 1.0
     with _seeded(task):  # an iteration over a loader draws a seed
         fitted = LastLayerLaplace.fit(base, loader, Categorical(), precision, structure="kron")
-    seconds = task.spent["plain"] + watch.seconds(CPU)
+    seconds = task.spent["plain"] + watch.seconds(device_of(task.plain))
     last = _size(base.get_submodule("out"))
     inputs = next(p for p in base.get_submodule("out").parameters()).shape[1]
     stored = _size(base) + 2 * (last - inputs * 10) ** 2 + inputs**2  # Kronecker factors of weight and bias
@@ -200,7 +199,7 @@ def weight_space(task: Task) -> Fitted:
             task.epochs,
             task.seed,
         )
-    return _bayesian(task, bayes, watch.seconds(CPU), one_by_one=True)
+    return _bayesian(task, bayes, watch.seconds(device_of(bayes)), one_by_one=True)
 
 
 def swag(task: Task) -> Fitted:
@@ -212,7 +211,7 @@ def swag(task: Task) -> Fitted:
     epochs = max(3, task.epochs // 2)
     optimizer = sgd(network.parameters(), lr)
     train(network, loss_of(network, 1), optimizer, task.train, epochs, task.seed + 1, collector.collect)
-    seconds = task.spent["plain"] + watch.seconds(CPU)
+    seconds = task.spent["plain"] + watch.seconds(device_of(task.plain))
     generator = task.generator()
     members = [collector.sample(generator=generator) for _ in range(task.samples)]
     ensemble = DeepEnsemble(members, Categorical())
@@ -226,7 +225,7 @@ def ensemble(task: Task) -> Fitted:
     watch = Stopwatch()
     members = [first, *(task.train_plain(offset) for offset in range(1, MEMBERS))]
     made = DeepEnsemble(members, Categorical())
-    seconds = task.spent["plain"] + watch.seconds(CPU)
+    seconds = task.spent["plain"] + watch.seconds(device_of(task.plain))
     return Fitted(_batched(made.predict), MEMBERS * _size(first), seconds)
 
 
@@ -250,7 +249,7 @@ def ibvi(task: Task, layers: Sequence[str], recipe: Recipe) -> Fitted:
     note = f"rank {recipe.rank}, scale {recipe.scale:g}, lr {recipe.lr:g}, spread {recipe.spread:g}"
     # Many small convolutions at once are one grouped convolution, which CPUs do slower than one by one.
     convolutions = any(isinstance(bayes.module.get_submodule(name), nn.Conv2d) for name in layers)
-    return replace(_bayesian(task, bayes, watch.seconds(CPU), convolutions), note=note)
+    return replace(_bayesian(task, bayes, watch.seconds(device_of(bayes)), convolutions), note=note)
 
 
 CONTESTANTS: Mapping[str, tuple[str, Callable[[Task], Fitted]]] = MappingProxyType(
@@ -286,6 +285,11 @@ def _batched(predict: Callable[..., Predictive]) -> Callable[[Tensor], Predictiv
         return Predictive.concatenate([predict(part) for part in x.split(_AT_ONCE)])
 
     return whole
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where the parameters of a network are."""
+    return next(module.parameters()).device
 
 
 def _size(module: nn.Module) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dubito.experiments.ibvi.comparison import (
     FULL,
     ComparisonSettings,
@@ -15,11 +17,13 @@ from dubito.experiments.ibvi.comparison import (
     overhead,
 )
 from dubito.experiments.ibvi.contestants import CONTESTANTS, NETWORKS
+from dubito.experiments.ibvi.processes import cores
 from dubito.experiments.reproduction import Outcome, PartJob
 from dubito.plots import grouped_bars
 from dubito.report import Picture, Row, Table
 
 FOLDER = Path("runs/ibvi")
+PROCESSES = 2  # at most: each holds the images of a data set
 STEP_GOAL, MEMORY_GOAL, ERROR_GOAL = 1.15, 0.12, 0.003
 _TITLES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST"}
 _COLUMNS = (
@@ -136,8 +140,9 @@ def comparison_part(job: PartJob) -> Outcome:
     base = FULL if job.full else ComparisonSettings()
     settings = ComparisonSettings(**{**vars(base), "seeds": job.seeds})
     folder = FOLDER / ("full" if job.full else "default")
-    job.say(f"    finished rows are kept in {folder} and taken up again")
-    rows = compare_ibvi(settings, folder, job.say)
+    processes = max(1, min(PROCESSES, cores() // torch.get_num_threads()))
+    job.say(f"    finished rows are kept in {folder} and taken up again; {processes} at once")
+    rows = compare_ibvi(settings, folder, job.say, processes)
     resnet = NETWORKS["resnet"]
     costs = {"ibvi": overhead(resnet, resnet.first_last), "ibvi-last-two": overhead(resnet, resnet.last_two)}
     epochs = " and ".join(f"{settings.epochs[n]} ({NETWORKS[n].title})" for n in settings.networks)
