@@ -83,8 +83,6 @@ class IVON(Optimizer):
         TypeError, ValueError: for a setting outside its range, naming it.
     """
 
-    averages_over_processes = True  # dubito.fit leaves the averaging to it
-
     def __init__(
         self,
         params: Any,

@@ -12,11 +12,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dubito.optim.ivon import IVON
 
 
-def average_gradients(parameters: Sequence[Tensor], accelerator: Any) -> None:
-    """Replace each gradient by its mean over the processes; one collective a dtype."""
+def average_gradients(parameters: Sequence[Tensor], optimizer: Optimizer, accelerator: Any) -> None:
+    """Replace each gradient by its mean over the processes; one collective a dtype.
+
+    An `IVON` does it itself, as it averages more than the gradients.
+    """
     if accelerator.num_processes == 1:
+        return
+    if isinstance(optimizer, IVON):
+        optimizer.synchronize()
         return
     import torch.distributed as dist
 

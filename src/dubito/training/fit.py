@@ -60,7 +60,8 @@ def fit(
         likelihood: where the model has none. A `BayesianModule` keeps it.
         loss: instead of a likelihood, a function of outputs and target to a scalar mean over the batch.
         optimizer: an optimizer, or a function from parameter groups to one. None: Adam, or SGD with momentum
-            0.9 for the expected loss, whose implicit bias Adam loses.
+            0.9 for the expected loss, whose implicit bias Adam loses. Under a `dubito.IVON`, for plain modules,
+            every step runs inside its `sampled_params()`, `mc_samples` times; validation is at the means.
         config: a `FitConfig`.
         options: any field of `FitConfig`, which see; they win over `config`.
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam, Optimizer
 
 from dubito.bayesian import BayesianModule
+from dubito.optim.ivon import IVON
 from dubito.optim.parameter_groups import parameter_groups
 from dubito.training.config import FitConfig
 from dubito.weights.family import DubitoWarning
@@ -33,7 +35,8 @@ def make_optimizer(
 
     Raises:
         TypeError: it is neither.
-        ValueError: it needs a closure, or holds none of the model's trainable parameters.
+        ValueError: it needs a closure, holds none of the model's trainable parameters, or is an IVON for a
+            `BayesianModule`.
     """
     own, extra = [p for p in model.parameters() if p.requires_grad], list(extra)
     if not own and not extra:
@@ -41,6 +44,7 @@ def make_optimizer(
     if isinstance(optimizer, LBFGS):
         raise ValueError("optimizer: LBFGS needs a closure, which fit does not give; write the loop yourself")
     if isinstance(optimizer, Optimizer):
+        _check_ivon(model, optimizer)
         _check_coverage(model, extra, optimizer)
         return optimizer
     if optimizer is not None and not callable(optimizer):
@@ -54,11 +58,29 @@ def make_optimizer(
     if optimizer is not None:
         if config.lr is None:  # a group's own rate would silently win over the one the function gives
             groups = [{k: v for k, v in group.items() if k != "lr"} for group in groups]
+        if not isinstance(model, BayesianModule) and config.weight_decay == 0:
+            del groups[0]["weight_decay"]  # and so would a decay: IVON's is its prior
         made = optimizer(groups)
         if not isinstance(made, Optimizer):
             raise TypeError(f"optimizer(groups) must return a torch optimizer, got {type(made).__name__}")
+        _check_ivon(model, made)
         return made
     return SGD(groups, lr=lr, momentum=0.9) if by_steps else Adam(groups, lr=lr)
+
+
+def weight_draws(optimizer: Optimizer) -> list[AbstractContextManager[None]]:
+    """The blocks under which a step's forward and backward passes run: an `IVON`'s draws, else one without effect."""
+    if isinstance(optimizer, IVON):
+        return [optimizer.sampled_params() for _ in range(optimizer.mc_samples)]
+    return [nullcontext()]
+
+
+def _check_ivon(model: nn.Module, optimizer: Optimizer) -> None:
+    if isinstance(optimizer, IVON) and isinstance(model, BayesianModule):
+        raise ValueError(
+            "IVON draws the weights itself, so it would draw those of a BayesianModule twice: train the plain module, "
+            "fit(module, loader, likelihood=…, optimizer=…), then dubito.from_ivon(module, optimizer, likelihood=…)"
+        )
 
 
 def _groups(

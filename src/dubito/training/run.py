@@ -17,6 +17,7 @@ from dubito.training.criterion import NotFiniteInput
 from dubito.training.distributed import average_gradients, broadcast_module, gather, mean_over_processes
 from dubito.training.modes import flags_kept
 from dubito.training.numerics import NonFiniteError, diagnose, gradient_norm, not_finite
+from dubito.training.optimizers import weight_draws
 from dubito.training.position import Position
 from dubito.training.progress import ProgressBar
 from dubito.training.random_state import random_state, set_random_state
@@ -182,20 +183,13 @@ class TrainingRun:
         position, beta = self.position, self._beta(self.position.step)
         self.optimizer.zero_grad()
         total = sum(batch.size for batch in group)
-        parts, kls = torch.zeros(3, device=self.accelerator.device), 0
-        for i, batch in enumerate(group):
-            group[i] = batch = to_device(batch, self.accelerator.device)
-            try:
-                with self.accelerator.autocast():
-                    terms = self.criterion(batch, beta)
-            except NotFiniteInput as error:
-                raise self._failure("nll", f"the NLL has no value ({error})", []) from error
-            self.accelerator.backward(terms.loss * (batch.size / total))
-            values = torch.stack([terms.loss.detach(), terms.nll.detach(), terms.kl.detach()])
-            parts = parts + values.to(parts.dtype) * (batch.size / total)
-            kls += 1
+        group[:] = [to_device(batch, self.accelerator.device) for batch in group]
+        try:
+            parts, kls = self._gradients(group, total, beta)
+        except NotFiniteInput as error:
+            raise self._failure("nll", f"the NLL has no value ({error})", []) from error
         parts = mean_over_processes(parts, self.accelerator)
-        average_gradients(self.parameters, self.accelerator)
+        average_gradients(self.parameters, self.setup.optimizer, self.accelerator)
         self._check(parts, group)
         self.optimizer.step()
         self._count_skipped()
@@ -209,6 +203,21 @@ class TrainingRun:
         if self.candidate is not None:  # the snapshot has now been seen to give a finite loss and gradient
             self.good, self.good_step, self.candidate = self.candidate, position.step - 1, None
         return parts
+
+    def _gradients(self, group: list[Batch], total: int, beta: float) -> tuple[Tensor, int]:
+        """Forward and backward: the step's gradients, its loss, NLL and KL, and of how many evaluations."""
+        blocks = weight_draws(self.setup.optimizer)
+        parts, kls = torch.zeros(3, device=self.accelerator.device), 0
+        for block in blocks:
+            with block:
+                for batch in group:
+                    with self.accelerator.autocast():
+                        terms = self.criterion(batch, beta)
+                    self.accelerator.backward(terms.loss * (batch.size / total))
+                    values = torch.stack([terms.loss.detach(), terms.nll.detach(), terms.kl.detach()])
+                    parts = parts + values.to(parts.dtype) * (batch.size / total / len(blocks))
+                    kls += 1
+        return parts, kls
 
     def _check(self, parts: Tensor, group: list[Batch]) -> None:
         scaled = self.accelerator.scaler is not None
