@@ -35,7 +35,7 @@ EXACT: dict[str, tuple[Callable[[Tensor], Tensor], Rule, tuple[float, ...]]] = {
     "selu": (F.selu, rules.selu_moments, (0.0,)),
     "celu": (lambda x: F.celu(x, ALPHA), lambda m, v: rules.celu_moments(m, v, ALPHA), (0.0,)),
 }
-# name: function, rule, error of the mean, (largest sd, error of the variance relative to v) pairs: as the docstrings say
+# name: function, rule, error of the mean, {largest sd: error of the variance relative to v}, as documented
 APPROXIMATE: dict[str, tuple[Callable[[Tensor], Tensor], Rule, float, dict[float, float]]] = {
     "gelu": (F.gelu, rules.gelu_moments, 1e-6, {0.5: 3e-6, 0.7: 4e-5, 1.0: 4e-4, 6.0: 4e-3}),
     "gelu tanh": (

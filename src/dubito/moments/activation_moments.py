@@ -239,7 +239,8 @@ def elu_moments(mean: Tensor, variance: Tensor, alpha: float = 1.0, scale: float
     if mean.device.type != "mps":
         mean, variance = mean.double(), variance.double()
     relu, spread, above = _relu(mean, variance)
-    sd = safe_sd(variance)
+    # Terms of size 1 / sd cancel in the gradient: a floor on sd keeps what rounding leaves of them small.
+    sd = variance.clamp_min(1e-24).sqrt()
     nu = (mean / sd).clamp(-1e4, 1e4)
     first = torch.exp(mean + 0.5 * variance + torch.special.log_ndtr(-(nu + sd)))
     second = torch.exp(2.0 * mean + 2.0 * variance + torch.special.log_ndtr(-(nu + 2.0 * sd)))

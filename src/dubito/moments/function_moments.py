@@ -86,8 +86,8 @@ LARGEST_WHOLE_POWER = 16
 def pow_moments(mean: Tensor, variance: Tensor, exponent: float) -> Moments:
     """Moments of X ** exponent.
 
-    Exact for whole exponents from 0 to 16; else by the log-normal law (see the module), whose mean must then be positive
-    for fractional exponents, as for the power itself (NaN otherwise).
+    Exact for whole exponents from 0 to 16; else by the log-normal law (see the module). A fractional exponent needs
+    a positive mean, as the power itself does (NaN otherwise).
     """
     if float(exponent).is_integer() and 0 <= exponent <= LARGEST_WHOLE_POWER:
         return _whole_power(mean, variance, exponent=int(exponent))
