@@ -1,4 +1,5 @@
 import math
+import sys
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def seeded(seed=0):
 
 def test_the_bound_is_made_of_kl_gibbs_risk_and_n():
     bayes, (x, y) = network(), problem()
-    found = pac_bayes(bayes, (x, y), samples=64, generator=seeded())
+    found = pac_bayes(bayes, [(x, y)], samples=64, generator=seeded())
     with torch.no_grad():
         outputs = bayes.eval().outputs(x, draws=bayes.draw(64, seeded()))
     risk = float((outputs.argmax(-1) != y).double().mean())
@@ -50,10 +51,35 @@ def test_the_bound_is_made_of_kl_gibbs_risk_and_n():
 def test_a_loader_gives_what_the_tensors_give():
     bayes, (x, y) = network(), problem()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=33)
-    one = pac_bayes(bayes, (x, y), samples=16, generator=seeded())
-    two = pac_bayes(bayes, loader, samples=16, generator=seeded())
-    assert two.bound == pytest.approx(one.bound)
-    assert two.n == 200
+    one = pac_bayes(bayes, (x, y), samples=400, generator=seeded())
+    two = pac_bayes(bayes, loader, samples=400, generator=seeded(1))
+    assert two.empirical_risk == pytest.approx(one.empirical_risk, abs=0.02)
+    assert two.kl == one.kl
+    assert one.n == two.n == 200
+
+
+def test_batches_have_draws_of_their_own_and_count_as_independent():
+    bayes, (x, y) = network(), problem()
+    batches = [(x[:90], y[:90]), (x[90:180], y[90:180]), (x[180:], y[180:])]
+    found = certificates.gibbs_risk(bayes, batches, samples=5, generator=seeded())
+    generator = seeded()
+    with torch.no_grad():
+        wrong = [(bayes.outputs(a, draws=bayes.draw(5, generator)).argmax(-1) != b).sum() for a, b in batches]
+    assert found.risk == pytest.approx(float(sum(wrong)) / (5 * 200))
+    assert (found.n, found.evaluations) == (200, 15)
+    assert found.evenness == pytest.approx(200 / 270)
+    budget = math.log(2 / 0.01) / 15
+    assert found.upper(0.01) == pytest.approx(
+        certificates.kl_inverse(found.risk * found.evenness, budget) / found.evenness
+    )
+
+
+def test_draws_that_do_not_fit_at_once_are_the_same_draws(monkeypatch):
+    bayes, data = network(), problem(600)
+    one = certificates.gibbs_risk(bayes, data, samples=10, generator=seeded())
+    monkeypatch.setattr(sys.modules["dubito.certificates.gibbs_risk"], "_ENTRIES_AT_ONCE", 300)
+    two = certificates.gibbs_risk(bayes, data, samples=10, generator=seeded())
+    assert two == one
 
 
 def test_flags_and_parameters_are_left_as_they_were():
@@ -95,10 +121,11 @@ def test_the_bound_covers_the_true_gibbs_risk():
 
 def test_the_correction_for_draws_covers_the_gibbs_risk_on_the_data():
     bayes, data = network(dubito.MeanField(prior=Normal(0.0, 0.5), scale=1.0)), problem(50)
-    exact = certificates.gibbs_risk(bayes, data, samples=5000, generator=seeded(9)).risk
+    exact = certificates.gibbs_risk(bayes, data, samples=2000, generator=seeded(9)).risk
     fails = below = 0
+    uneven = [(data[0][:40], data[1][:40]), (data[0][40:], data[1][40:])]
     for seed in range(50):
-        found = pac_bayes(bayes, data, delta=0.5, samples=10, generator=seeded(seed))
+        found = pac_bayes(bayes, uneven, delta=0.5, samples=5, generator=seeded(seed))
         fails += exact > found.corrected_risk
         below += exact > found.empirical_risk
     assert below > 10
@@ -135,7 +162,7 @@ def test_vacuous_is_said_against_guessing():
 def test_a_clipped_loss_is_certified_too():
     bayes, (x, y) = network(), problem(2000)
     loss = certificates.clipped_cross_entropy(cap=3.0)
-    found = pac_bayes(bayes, (x, y), loss=loss, samples=32, generator=seeded())
+    found = pac_bayes(bayes, [(x, y)], loss=loss, samples=32, generator=seeded())
     with torch.no_grad():
         outputs = bayes.outputs(x, draws=bayes.draw(32, seeded()))
     raw = F.cross_entropy(outputs.flatten(0, 1), y.repeat(32), reduction="none")
@@ -152,7 +179,7 @@ def test_several_outcomes_count_as_one_datum():
     net = nn.Linear(4, 3)
     bayes = dubito.bayesianize(net, dubito.MeanField(prior=Normal(0.0, 1.0)), likelihood=dubito.Bernoulli())
     x, y = torch.randn(20, 4), torch.randint(2, (20, 3)).float()
-    found = pac_bayes(bayes, (x, y), samples=8, generator=seeded())
+    found = pac_bayes(bayes, [(x, y)], samples=8, generator=seeded())
     with torch.no_grad():
         outputs = bayes.outputs(x, draws=bayes.draw(8, seeded()))
     assert found.n == 20

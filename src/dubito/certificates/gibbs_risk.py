@@ -1,7 +1,8 @@
-"""The Gibbs predictor's empirical risk: the mean loss of single draws of the weights, each over all data."""
+"""The Gibbs predictor's empirical risk: the mean loss of single draws of the weights, with its confidence limit."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dubito.argument_checks import to_double
 from dubito.bayesian import BayesianModule
 from dubito.certificates.certificate import RefusedError
+from dubito.certificates.kl_inversion import kl_inverse
 from dubito.certificates.loss_constants import BoundedLoss
 from dubito.likelihoods import Bernoulli, Categorical, Likelihood
-from dubito.monte_carlo import device_of, evaluating
+from dubito.monte_carlo import check_samples, device_of, evaluating
 
-_BATCH = 1024  # of data given as tensors
+_BATCH = 256  # at most, of data given as tensors
+_ENTRIES_AT_ONCE = 2**25  # of drawn weights: 128 MB in float32
 _UNBOUNDED = (
     F.cross_entropy,
     F.binary_cross_entropy_with_logits,
@@ -35,36 +39,52 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class GibbsRisk:
-    """An estimate of the Gibbs empirical risk.
+    """An estimate of the Gibbs predictor's mean loss on given data.
 
     Attributes:
         risk: mean over draws and data.
-        by_draw: (M,), each draw's mean loss over all data.
         n: number of data.
+        evaluations: independent draws in all: M for each batch.
+        evenness: N / (batches · largest batch), 1 where all batches are of one size.
         chance: risk of a predictor that guesses without looking, for the 0-1 loss; 1 for any other.
     """
 
     risk: float
-    by_draw: Tensor
     n: int
+    evaluations: int
+    evenness: float
     chance: float
+
+    def upper(self, delta: float) -> float:
+        """What the exact Gibbs risk on these data is above with probability at most δ over the draws.
+
+        The batches' mean losses under the K evaluations are independent, in [0, 1], and meaned with the batches' sizes
+        as weights; kl⁻¹ of the mean at ln(2/δ) / K (Langford and Caruana 2001; Hoeffding 1963 for unequal means).
+        """
+        return min(
+            1.0,
+            kl_inverse(self.risk * self.evenness, math.log(2.0 / delta) / self.evaluations) / self.evenness,
+        )
 
 
 def gibbs_risk(
     bayes: BayesianModule,
     data: Any,
     loss: str | BoundedLoss = "zero_one",
-    samples: int = 256,
+    samples: int = 64,
     generator: torch.Generator | None = None,
 ) -> GibbsRisk:
-    """Each draw's mean loss over the data, in evaluation mode; the same draws for all batches.
+    """The mean loss of single draws of the weights, in evaluation mode.
+
+    Every batch has M draws of its own, so the estimate sharpens with the number of batches at no cost; data given as
+    tensors are cut into sixteen or more.
 
     Args:
         bayes: the network.
         data: (x, y) tensors, or an iterable of such batches, run through once.
         loss: "zero_one", or a function from outputs (S, batch, …) and y to losses in [0, 1] of shape (S, batch, …).
             Losses of several outcomes a datum are meaned: a datum counts once.
-        samples: draws M.
+        samples: draws M for each batch.
         generator: source of the draws.
 
     Raises:
@@ -72,22 +92,33 @@ def gibbs_risk(
         ValueError: no data, or a loss of the wrong shape.
     """
     measure = _loss(bayes, loss)
-    draws = bayes.draw(samples, generator)
-    total, seen, classes = None, 0, 2
+    sizes = _sizes(bayes, check_samples(samples))
+    total, counts, classes = 0.0, [], 2
     with torch.no_grad(), evaluating(bayes):
         for x, y in batches_of(data, device_of(bayes)):
-            outputs = bayes.outputs(x, draws=draws)
+            for size in sizes:
+                outputs = bayes.outputs(x, draws=bayes.draw(size, generator))
+                values = to_double(_in_range(measure(outputs, y), outputs.shape[:2]))
+                total += float(values.flatten(2).mean(2).sum() if values.dim() > 2 else values.sum())
             if isinstance(bayes.likelihood, Categorical):
                 classes = outputs.shape[bayes.likelihood.dim]
-            values = _in_range(measure(outputs, y), outputs.shape[:2]).double()
-            part = values.flatten(2).mean(2).sum(1) if values.dim() > 2 else values.sum(1)
-            total = part if total is None else total + part
-            seen += outputs.shape[1]
-    if total is None or not seen:
+            counts.append(outputs.shape[1])
+    n = sum(counts)
+    if not n:
         raise ValueError("data holds no batch: give (x, y), or an iterable of such pairs")
-    by_draw = total / seen
     chance = 1.0 - 1.0 / classes if loss == "zero_one" else 1.0
-    return GibbsRisk(min(float(by_draw.mean()), 1.0), by_draw, seen, chance)
+    risk = min(total / (n * samples), 1.0)
+    return GibbsRisk(risk, n, samples * len(counts), n / (len(counts) * max(counts)), chance)
+
+
+def _sizes(bayes: BayesianModule, samples: int) -> list[int]:
+    """Draws at once: as many as keep the drawn weights within a bound."""
+    entries = sum(
+        max(sum(p.numel() for p in q.parameters()), sum(s.shape.numel() for s in q.slots))
+        for q in bayes.posteriors()
+    )
+    step = max(1, min(samples, _ENTRIES_AT_ONCE // max(1, entries)))
+    return [min(step, samples - start) for start in range(0, samples, step)]
 
 
 def batches_of(data: Any, device: torch.device) -> Iterator[tuple[Any, Tensor]]:
@@ -99,8 +130,9 @@ def batches_of(data: Any, device: torch.device) -> Iterator[tuple[Any, Tensor]]:
             return
         if len(x) != len(y):
             raise ValueError(f"x holds {len(x)} data, y {len(y)}")
-        for start in range(0, len(x), _BATCH):
-            yield x[start : start + _BATCH].to(device), y[start : start + _BATCH].to(device)
+        size = max(8, min(_BATCH, len(x) // 16))
+        for start in range(0, len(x), size):
+            yield x[start : start + size].to(device), y[start : start + size].to(device)
         return
     if isinstance(data, Tensor) or not isinstance(data, Iterable):
         raise TypeError(f"data must be (x, y) or an iterable of such pairs, got {type(data).__name__}")

@@ -18,7 +18,7 @@ from dubito.argument_checks import check_fraction
 from dubito.bayesian import BayesianModule
 from dubito.certificates.certificate import Certificate, Predictor
 from dubito.certificates.gibbs_risk import GibbsRisk, gibbs_risk
-from dubito.certificates.kl_inversion import kl_bound, kl_inverse, sqrt_bound
+from dubito.certificates.kl_inversion import kl_bound, sqrt_bound
 from dubito.certificates.loss_constants import BoundedLoss
 from dubito.certificates.validity import exact_kl, require_fixed_prior
 from dubito.scalar_checks import count
@@ -45,7 +45,7 @@ class PacBayes(Certificate):
         kl_by_parameter: its parts.
         n: number of data.
         delta: δ.
-        samples: draws M behind the empirical risk.
+        samples: draws M for each batch behind the empirical risk.
         choices: K, how many priors, ranks, … this is one of.
         empirical_risk: mean loss of the draws on the data.
         corrected_risk: its upper confidence limit over the draws, which the bounds take.
@@ -77,15 +77,15 @@ def pac_bayes(
     *,
     loss: str | BoundedLoss = "zero_one",
     delta: float = 0.05,
-    samples: int = 256,
+    samples: int = 64,
     choices: int = 1,
     prior_is_fixed: bool = False,
     generator: torch.Generator | None = None,
 ) -> PacBayes:
     """Bound the Gibbs predictor's risk (McAllester 1999, Maurer 2004; Langford and Caruana 2001 for the draws).
 
-    With δ' = 0.2 δ / K spent on the draws and δ'' = 0.8 δ / K on the data:
-        L̂ ≤ kl⁻¹(L̂_M, ln(2 / δ') / M),    L ≤ kl⁻¹(L̂, (KL + ln(2 √N / δ'')) / N)
+    With δ' = 0.2 δ / K spent on M draws for each of B batches and δ'' = 0.8 δ / K on the data:
+        L̂ ≤ kl⁻¹(L̂_M, ln(2 / δ') / (M B)),    L ≤ kl⁻¹(L̂, (KL + ln(2 √N / δ'')) / N)
 
     Args:
         bayes: the network; every trainable parameter has a posterior and a prior fixed before the data.
@@ -94,7 +94,7 @@ def pac_bayes(
         loss: "zero_one" (`Categorical`, `Bernoulli`), or a function from outputs (S, batch, …) and y to losses in
             [0, 1] of shape (S, batch, …), such as `clipped_cross_entropy(cap=4.0)`.
         delta: δ, the probability that the bound fails.
-        samples: draws M; the correction for them shrinks as their root.
+        samples: draws M for each batch.
         choices: K, among how many candidates (ranks, prior scales, β, early stops, …) these data chose; it divides δ.
         prior_is_fixed: your word that priors, deterministic weights and statistics were made without these data,
             where that cannot be seen (`Pretrained` priors, frozen learned scales, SVD of given weights).
@@ -136,7 +136,7 @@ def pac_bayes(
 def _forms(found: GibbsRisk, kl: float, delta: float) -> tuple[float, float, float]:
     """(empirical risk corrected for the draws, inverted-kl form, square-root form)."""
     spent = MONTE_CARLO_SHARE * delta
-    corrected = kl_inverse(found.risk, math.log(2.0 / spent) / len(found.by_draw))
+    corrected = found.upper(spent)
     arguments = (corrected, kl, found.n, delta - spent)
     return corrected, kl_bound(*arguments), sqrt_bound(*arguments)
 
@@ -153,7 +153,7 @@ def _measured(
         "KL (nats)": kl,
         "KL / N": kl / found.n,
         "empirical risk": found.risk,
-        "draws": len(found.by_draw),
+        "independent draws": found.evaluations,
         "empirical risk, corrected for draws": corrected,
         "inverted-kl form": forms[0],
         "square-root form": forms[1],

@@ -108,7 +108,7 @@ def rank_sweep(
     *,
     loss: str | BoundedLoss = "zero_one",
     delta: float = 0.05,
-    samples: int = 256,
+    samples: int = 64,
     prior_is_fixed: bool = False,
     generator: torch.Generator | None = None,
 ) -> RankSweep:

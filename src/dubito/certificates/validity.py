@@ -172,7 +172,7 @@ def _refuse_deterministic(bayes: BayesianModule) -> None:
             "if they were not trained on the data of this bound, say so by prior_is_fixed=True"
         )
     for name, module in bayes.module.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
             raise RefusedError(
                 f"{name!r} ({type(module).__name__}) keeps statistics of the data, which the KL does not pay for: use "
                 f"LayerNorm or GroupNorm, or statistics of held-out data; {_ASSERT}"
