@@ -160,10 +160,22 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if context.drawing:
         return _on_a_draw(context, func, args, kwargs, target)
     with _plain():
-        result = apply(context, func, _as_moments(args), {k: _as_moments(v) for k, v in kwargs.items()})
+        try:
+            result = apply(context, func, _as_moments(args), {k: _as_moments(v) for k, v in kwargs.items()})
+        except NoRuleError:
+            if not context.survey:
+                raise
+            result = _as_if_random(func(*_at_mean(args), **{k: _at_mean_of(v) for k, v in kwargs.items()}))
         if target is not None:
             return _write(target, result)
         return _wrapped(result, context, args, kwargs)
+
+
+def _as_if_random(value: Any) -> Any:
+    """What an operator without a rule gave at the mean, for a report that goes on."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return Moments(value, torch.zeros_like(value))
+    return type(value)(_as_if_random(v) for v in value) if type(value) in (list, tuple) else value
 
 
 def _count_parameters(args: Any, kwargs: dict[str, Any], context: Context) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +75,7 @@ def propagated(
 def _once(
     bayes: BayesianModule, args: Any, kwargs: dict[str, Any], context: Context, weights: Mapping[str, Moments]
 ) -> Moments:
-    _refuse_recurrent(bayes)
+    refuse_recurrent(bayes.module)
     context.start()
     context.seen.clear()
     with context.following(bayes.module), standing_in(bayes, weights, context), _no_compiling():
@@ -105,8 +105,9 @@ def _no_compiling() -> Iterator[None]:
         yield
 
 
-def _refuse_recurrent(bayes: BayesianModule) -> None:
-    for path, module in bayes.module.named_modules():
+def refuse_recurrent(network: nn.Module) -> None:
+    """Raise `NoRuleError` for recurrent layers."""
+    for path, module in network.named_modules():
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
             raise NoRuleError(
                 f"{type(module).__name__} {path!r} is recurrent, and means and variances cannot be propagated through "
@@ -142,15 +143,26 @@ def propagate(
     head: str = "sampled",
 ) -> Predictive:
     """See `BayesianModule.propagate`."""
-    likelihood = bayes.require_likelihood()
+    bayes.require_likelihood()
     chosen = rule_set(rules)
-    stream = not isinstance(x, Tensor | tuple | Mapping)
-    parts: list[Predictive] = []
     with bayes._lock, torch.no_grad():
         weights = gaussian_weights(bayes)
-        for batch in _batches(x, device_of(bayes)) if stream else (x,):
+
+        def one(batch: Any) -> Predictive:
             moments = propagated(bayes, batch, Context(chosen, calibration), weights)
-            parts.append(_predictive(likelihood, moments, head))
+            return predictive_of(bayes, moments, head)
+
+        return streamed(bayes, x, one)
+
+
+def streamed(bayes: BayesianModule, x: Any, one: Callable[[Any], Predictive]) -> Predictive:
+    """The predictive of one batch of arguments, or of a loader's, joined.
+
+    Raises:
+        ValueError: for an empty loader.
+    """
+    stream = not isinstance(x, Tensor | tuple | Mapping)
+    parts = [one(batch) for batch in (_batches(x, device_of(bayes)) if stream else (x,))]
     if not parts:
         raise ValueError("x is an empty loader: it gave no batch to predict")
     predictive = parts[0] if len(parts) == 1 else Predictive.concatenate(parts)
@@ -159,8 +171,9 @@ def propagate(
     return predictive
 
 
-def _predictive(likelihood: Any, moments: Moments, head: str) -> Predictive:
-    return predictive_from_moments(likelihood, moments.mean, moments.variance, head=head)
+def predictive_of(bayes: BayesianModule, moments: Moments, head: str) -> Predictive:
+    """What the outputs' moments stand for under the likelihood."""
+    return predictive_from_moments(bayes.require_likelihood(), moments.mean, moments.variance, head=head)
 
 
 def predictive_from_moments(

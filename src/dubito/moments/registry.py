@@ -225,6 +225,12 @@ def _returns_real(overload: OpOverload) -> bool:
     return not overload._schema.name.split("::")[-1].startswith(comparisons)
 
 
+def works_entry_by_entry(function: Any) -> bool:
+    """Whether an operator works entry by entry, by its rule or by torch's own tags."""
+    found = resolve(function)
+    return found.elementwise if found is not None else is_elementwise(function)
+
+
 def randoms_in(values: Iterable[Any]) -> list[Moments]:
     """The random tensors among arguments, lists included."""
     found: list[Moments] = []
@@ -249,7 +255,7 @@ def apply(context: Context, function: Any, args: tuple[Any, ...], kwargs: dict[s
     """
     found = resolve(function)
     randoms = randoms_in((*args, *kwargs.values()))
-    elementwise = found.elementwise if found is not None else is_elementwise(function)
+    elementwise = works_entry_by_entry(function)
     if elementwise and (found is None or len(randoms) > 1) and share_a_base(randoms):
         if found is not None and found.name == "mul" and randoms[0] is randoms[1]:
             return apply(context, torch.square, (randoms[0],), {})
