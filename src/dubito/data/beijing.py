@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dubito.data.csv_table import CsvTable, find_csv, read_csv
+from dubito.data.csv_table import CsvTable, TableError, find_csv, read_csv
 
 WINDS = ("NE", "NW", "SE", "cv")
 WEATHER = ("DEWP", "TEMP", "PRES", "Iws", "Is", "Ir", *(f"wind={wind}" for wind in WINDS))
@@ -75,7 +75,7 @@ def beijing(root: str | os.PathLike[str] | None = None, stem: str = "beijing_pm2
 
     Raises:
         FileNotFoundError: if it is not there.
-        ValueError: if it is damaged, has other columns, or leaves out hours.
+        TableError: if it is damaged, has other columns, or leaves out hours.
     """
     table = read_csv(find_csv(root, "air-quality", stem))
     time = {name: table.numbers(name) for name in ("year", "month", "day", "hour")}
@@ -86,7 +86,7 @@ def beijing(root: str | os.PathLike[str] | None = None, stem: str = "beijing_pm2
         if name in _CUMULATED:
             columns[name] = columns[name].log1p()
         if not bool(columns[name].isfinite().all()):
-            raise ValueError(f"{table.source}: the weather column {name!r} has missing or negative entries")
+            raise TableError(f"{table.source}: the weather column {name!r} has missing or negative entries")
     columns |= _winds(table) | _circles(time["hour"], days)
     return Hours(torch.stack([columns[name] for name in COLUMNS], 1), time["year"].long())
 
@@ -95,7 +95,7 @@ def _winds(table: CsvTable) -> dict[str, Tensor]:
     given = table.text("cbwd")
     strange = sorted(set(given) - {*WINDS, "SW"})
     if strange:
-        raise ValueError(f"{table.source}: the wind cbwd is one of {', '.join(WINDS)}, not {strange[0]!r}")
+        raise TableError(f"{table.source}: the wind cbwd is one of {', '.join(WINDS)}, not {strange[0]!r}")
     return {f"wind={wind}": torch.tensor([one == wind for one in given]).double() for wind in WINDS}
 
 
@@ -120,9 +120,9 @@ def _consecutive(table: CsvTable, time: Mapping[str, Tensor]) -> Tensor:
         try:
             stamps.append(datetime.datetime(*(int(part) for part in parts)))  # type: ignore[arg-type]
         except ValueError as error:
-            raise ValueError(f"{table.source}, line {row + 2}: no date and hour ({error})") from error
+            raise TableError(f"{table.source}, line {row + 2}: no date and hour ({error})") from error
         if row and stamps[-1] - stamps[-2] != datetime.timedelta(hours=1):
-            raise ValueError(
+            raise TableError(
                 f"{table.source}, line {row + 2}: {stamps[-1]} does not follow {stamps[-2]} by an hour, and windows "
                 "need every hour"
             )

@@ -19,6 +19,10 @@ ENVIRONMENT = "DUBITO_DATA"
 NOT_GIVEN = frozenset({"", "NA", "NaN", "nan"})
 
 
+class TableError(ValueError):
+    """A table that is damaged, or is not the one expected; the message names the file and the place."""
+
+
 @dataclass(frozen=True)
 class CsvTable:
     """A table as text, by column.
@@ -38,14 +42,14 @@ class CsvTable:
         """Check that the columns are there.
 
         Raises:
-            ValueError: naming those that are not, and the nearest that are.
+            TableError: naming those that are not, and the nearest that are.
         """
         missing = [name for name in names if name not in self.columns]
         if missing:
             near = (
                 difflib.get_close_matches(missing[0], self.columns, n=3, cutoff=0.4) or list(self.columns)[:8]
             )
-            raise ValueError(
+            raise TableError(
                 f"{self.source} has no column {', '.join(map(repr, missing))}; the nearest it has are "
                 f"{', '.join(map(repr, near))}. Is it another file, or one with other headings?"
             )
@@ -59,7 +63,7 @@ class CsvTable:
         """A column as float64, shape `(N,)`; what is not given (empty, NA, NaN) is NaN.
 
         Raises:
-            ValueError: for an entry that is no finite number, with its line.
+            TableError: for an entry that is no finite number, with its line.
         """
         values = []
         for row, entry in enumerate(self.text(name)):
@@ -68,7 +72,7 @@ class CsvTable:
             except ValueError:
                 value = math.inf
             if math.isinf(value):
-                raise ValueError(f"{self.source}, line {row + 2}, column {name!r}: {entry!r} is not a number")
+                raise TableError(f"{self.source}, line {row + 2}, column {name!r}: {entry!r} is not a number")
             values.append(value)
         return torch.tensor(values, dtype=torch.float64)
 
@@ -78,30 +82,30 @@ def read_csv(path: str | os.PathLike[str]) -> CsvTable:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: a broken gzip file, no UTF-8, no rows, headings that repeat, or a line cut short.
+        TableError: a broken gzip file, no UTF-8, no rows, headings that repeat, or a line cut short.
     """
     data = Path(path).read_bytes()
     if data[:2] == b"\x1f\x8b":
         try:
             data = gzip.decompress(data)
         except (EOFError, OSError) as error:
-            raise ValueError(f"{path}: broken gzip file ({error}); fetch it again") from error
+            raise TableError(f"{path}: broken gzip file ({error}); fetch it again") from error
     try:
         lines = list(csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+        raise TableError(f"{path} is not UTF-8 text: {error}") from error
     except csv.Error as error:
-        raise ValueError(f"{path} is not a comma-separated table: {error}; fetch it again") from error
+        raise TableError(f"{path} is not a comma-separated table: {error}; fetch it again") from error
     rows = [line for line in lines[1:] if line]
     if not rows:
-        raise ValueError(f"{path} holds no rows under its headings; fetch it again")
+        raise TableError(f"{path} holds no rows under its headings; fetch it again")
     names = lines[0]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{path} has two columns called {twice!r}")
+        raise TableError(f"{path} has two columns called {twice!r}")
     for number, row in enumerate(rows, 2):
         if len(row) != len(names):
-            raise ValueError(
+            raise TableError(
                 f"{path}, line {number}: {len(row)} entries under {len(names)} headings; the file may have been "
                 "cut short: fetch it again"
             )

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from dubito.data.csv_table import CsvTable, find_csv, read_csv
+from dubito.data.csv_table import CsvTable, TableError, find_csv, read_csv
 from dubito.data.tabular import Features
 
 DAYS = 30
@@ -109,7 +109,7 @@ def support2(root: str | os.PathLike[str] | None = None) -> Patients:
 
     Raises:
         FileNotFoundError: if it is not there.
-        ValueError: if it is damaged or has other columns.
+        TableError: if it is damaged or has other columns.
     """
     table = read_csv(find_csv(root, "icu", "support2"))
     numbers = {name: f"num_{name}" for name in _SUPPORT2_NUMBERS}
@@ -128,7 +128,7 @@ def rhc(root: str | os.PathLike[str] | None = None) -> Patients:
 
     Raises:
         FileNotFoundError: if it is not there.
-        ValueError: if it is damaged or has other columns.
+        TableError: if it is damaged or has other columns.
     """
     table = read_csv(find_csv(root, "icu", "rhc"))
     first, second = table.text("fac_cat1"), table.text("fac_cat2")
@@ -163,7 +163,7 @@ def _outcome(table: CsvTable) -> tuple[Tensor, Tensor]:
     wrong = ((event != 0) & (event != 1)) | time.isnan() | (time < 0)
     if bool(wrong.any()):
         line = int(wrong.nonzero()[0]) + 2
-        raise ValueError(
+        raise TableError(
             f"{table.source}, line {line}: event must be 0 or 1 and time a number of days; got "
             f"{table.text('event')[line - 2]!r} and {table.text('time')[line - 2]!r}"
         )
@@ -188,14 +188,14 @@ def patients_csv(
 
     Raises:
         FileNotFoundError: if it is not there.
-        ValueError: no column `label` or no other, labels other than 0 and 1, or what is no number.
+        TableError: no column `label` or no other, labels other than 0 and 1, or what is no number.
     """
     table = read_csv(find_csv(root, folder, stem))
     table.require(["label"])
     numbers = {name: table.numbers(name) for name in table.columns if name != "label"}
     label = table.numbers("label")
     if not numbers or not bool(((label == 0) | (label == 1)).all()):
-        raise ValueError(
+        raise TableError(
             f"{table.source} must have columns of features and a column label that is 0 or 1 in every row"
         )
     return Features(numbers, {}), label == 1

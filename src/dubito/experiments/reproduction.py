@@ -67,12 +67,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A paper's experiments by name."""
+    """A paper's experiments by name; `seeds` is how often each is repeated where nothing is said."""
 
     name: str
     title: str
     summary: str
     parts: Mapping[str, Part]
+    seeds: int = 1
 
 
 @dataclass
@@ -150,7 +151,7 @@ def reproduce(
     reproduction: Reproduction,
     parts: Sequence[str] | None = None,
     full: bool = False,
-    seeds: int = 1,
+    seeds: int | None = None,
     say: Callable[[str], None] = lambda text: None,
     progress: bool = False,
     on_part: Callable[[Reproduced], None] | None = None,
@@ -161,7 +162,7 @@ def reproduce(
         reproduction: one of `dubito.experiments.reproductions.REPRODUCTIONS`.
         parts: their names; None takes all.
         full: the paper's own size rather than one that takes minutes.
-        seeds: how many times everything random is repeated (0, 1, …).
+        seeds: how many times everything random is repeated (0, 1, …); None: the reproduction's own number.
         say: called with lines of progress.
         progress: show progress bars on a terminal.
         on_part: called after each part with what there is so far.
@@ -173,6 +174,7 @@ def reproduce(
         NonFiniteError: if a training came upon NaN or infinity.
     """
     names = chosen_parts(reproduction, parts)
+    seeds = reproduction.seeds if seeds is None else seeds
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1; got {seeds}")
     result = Reproduced(reproduction, full, tuple(range(seeds)), names)

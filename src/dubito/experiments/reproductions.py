@@ -8,8 +8,11 @@ from types import MappingProxyType
 from dubito.experiments.bbb import BBB
 from dubito.experiments.ibvi import IBVI
 from dubito.experiments.reproduction import Reproduction, UnknownReproductionError
+from dubito.experiments.singular import SINGULAR
 
-REPRODUCTIONS: Mapping[str, Reproduction] = MappingProxyType({entry.name: entry for entry in (BBB, IBVI)})
+REPRODUCTIONS: Mapping[str, Reproduction] = MappingProxyType(
+    {entry.name: entry for entry in (BBB, IBVI, SINGULAR)}
+)
 
 
 def find_reproduction(name: str) -> Reproduction:

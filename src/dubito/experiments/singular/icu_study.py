@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dubito.data.csv_table import ENVIRONMENT
+from dubito.data.csv_table import ENVIRONMENT, TableError
 from dubito.data.icu import COMA, SHARED_FACTORS, SHARED_NUMBERS, Patients, patients_csv, rhc, support2
 from dubito.data.images import stratified_split
 from dubito.data.tabular import Features, Preparation
@@ -120,7 +120,7 @@ def from_own(split: int) -> Ward:
         found, outcome = patients_csv(stem, folder=OWN_FOLDER)
         if set(found.numbers) != set(features.numbers):
             odd = sorted(set(found.numbers) ^ set(features.numbers))
-            raise ValueError(
+            raise TableError(
                 f"{stem}.csv and train.csv must have the same columns; only one has {', '.join(odd)}"
             )
         parts.append((found, outcome))

@@ -5,8 +5,9 @@ A seed's rows share the plain network, so seeds, not rows, are spread over proce
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import torch
 
 from dubito.experiments.evaluation import Stopwatch
 from dubito.experiments.ibvi.comparison import Rows
-from dubito.experiments.singular.contestants import CONTESTANTS, Contest, Fitted, Problem, Recipe
+from dubito.experiments.ibvi.processes import in_processes
+from dubito.experiments.singular.contestants import CONTESTANTS, Contest, Fitted, Problem, Recipe, as_tuple
 
 Values = dict[str, Any]
-_CPU = torch.device("cpu")
+Piece = tuple[Values, Values]  # a row's key and its values
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,15 @@ class Study:
         }
 
 
+@dataclass(frozen=True)
+class Errand:
+    """Rows of one seed that one process measures, one after the other; they share what a study's methods share."""
+
+    studies: tuple[Study, ...]
+    seed: int
+    missing: tuple[tuple[int, str], ...]  # which study, which method
+
+
 def measure(
     studies: Sequence[Study],
     seeds: Sequence[int],
@@ -71,43 +82,68 @@ def measure(
 ) -> list[Values]:
     """Train and judge everything; rows by seed, then study, then method.
 
+    Rows are the same however many processes measure them, but for their seconds.
+
     Args:
         studies: what is measured.
         seeds: everything is repeated for each.
-        folder: of finished rows, which are taken over (one file a part and seed); None keeps nothing.
+        folder: of finished rows, which are taken over (one file a part); None keeps nothing.
         say: called with a line for each row.
-        processes: how many seeds at a time, each in a process of its own with one thread; 1 stays in this one.
+        processes: how many seeds at a time, each in a process of its own; 1 stays in this one.
 
     Raises:
         FileNotFoundError: if the data are not there.
         NonFiniteError: if a training came upon NaN or infinity.
+        WorkerDiedError: if one of several processes was killed.
     """
-    if processes > 1 and len(seeds) > 1:
-        return _measure_in_processes(studies, seeds, folder, say, min(processes, len(seeds)))
-    return [row for seed in seeds for row in rows_of_seed(studies, seed, folder, say)]
+    kept = {
+        study.part: Rows(folder / f"{study.part}.json" if folder is not None else None) for study in studies
+    }
+    errands = []
+    for seed in seeds:
+        wanted = [(i, method) for i, study in enumerate(studies) for method in study.methods]
+        missing = tuple(w for w in wanted if _kept(kept, studies[w[0]], w[1], seed, say) is None)
+        if missing:
+            errands.append(Errand(tuple(studies), seed, missing))
+    with contextlib.closing(_pieces(errands, processes)) as pieces:
+        for key, values in pieces:
+            say(line(kept[key["data"]].add(key, values)))
+    found = (
+        kept[study.part].find(study.key(method, seed))
+        for seed in seeds
+        for study in studies
+        for method in study.methods
+    )
+    return [row for row in found if row is not None]
 
 
-def rows_of_seed(
-    studies: Sequence[Study],
-    seed: int,
-    folder: Path | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> list[Values]:
-    """The rows of one seed: those found, and the others measured."""
-    found = []
-    for study in studies:
-        rows = Rows(_path(folder, study, seed))
-        contest: Contest | None = None
-        for method in study.methods:
-            row = rows.find(study.key(method, seed))
-            if row is None:
-                if contest is None:
-                    bench = study.bench(seed)
-                    contest = Contest(bench.problem)
-                row = rows.add(study.key(method, seed), _measured(contest, method, bench))
-            say(line(row))
-            found.append(row)
-    return found
+def _kept(
+    kept: Mapping[str, Rows], study: Study, method: str, seed: int, say: Callable[[str], None]
+) -> Values | None:
+    row = kept[study.part].find(study.key(method, seed))
+    if row is not None:
+        say(line(row))
+    return row
+
+
+def _pieces(errands: Sequence[Errand], processes: int) -> Generator[Piece, None, None]:
+    if processes > 1 and len(errands) > 1:
+        yield from in_processes(run_errand, errands, processes, torch.get_num_threads())
+        return
+    for errand in errands:
+        yield from run_errand(errand)
+
+
+def run_errand(errand: Errand) -> Iterator[Piece]:
+    """Keys of rows with their values, as they are known."""
+    for i, study in enumerate(errand.studies):
+        methods = [method for j, method in errand.missing if j == i]
+        if not methods:
+            continue
+        bench = study.bench(errand.seed)
+        contest = Contest(bench.problem)
+        for method in methods:
+            yield study.key(method, errand.seed), _measured(contest, method, bench)
 
 
 def line(row: Values) -> str:
@@ -126,54 +162,8 @@ def _measured(contest: Contest, method: str, bench: Bench) -> Values:
     return {
         "metrics": metrics,
         "train_seconds": fitted.seconds,
-        "exam_seconds": watch.seconds(_CPU),
+        "exam_seconds": watch.seconds(as_tuple(bench.problem.train[0])[0].device),
         "variational": fitted.variational,
         "stored": fitted.stored,
         "warnings": list(fitted.warnings),
     }
-
-
-def _path(folder: Path | None, study: Study, seed: int) -> Path | None:
-    return None if folder is None else folder / f"{study.part}-{seed}.json"
-
-
-def _measure_in_processes(
-    studies: Sequence[Study],
-    seeds: Sequence[int],
-    folder: Path | None,
-    say: Callable[[str], None],
-    processes: int,
-) -> list[Values]:
-    from concurrent.futures import Future, ProcessPoolExecutor, wait
-    from multiprocessing import get_context
-
-    told: set[str] = set()
-    with ProcessPoolExecutor(processes, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        futures: list[Future[list[Values]]] = [
-            pool.submit(rows_of_seed, studies, seed, folder) for seed in seeds
-        ]
-        waiting = set(futures)
-        while waiting:
-            done, waiting = wait(waiting, timeout=2.0)
-            _tell(studies, seeds, folder, told, say)
-            if any(future.exception() is not None for future in done):
-                pool.shutdown(wait=False, cancel_futures=True)
-        return [row for future in futures for row in future.result()]
-
-
-def _tell(
-    studies: Sequence[Study],
-    seeds: Sequence[int],
-    folder: Path | None,
-    told: set[str],
-    say: Callable[[str], None],
-) -> None:
-    """Say the rows that have come to the disk since."""
-    for seed in seeds:
-        for study in studies:
-            rows = Rows(_path(folder, study, seed))
-            for method in study.methods:
-                row = rows.find(study.key(method, seed))
-                if row is not None and (text := line(row)) not in told:
-                    told.add(text)
-                    say(text)

@@ -1,0 +1,135 @@
+"""The part icu of the reproduction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dubito.experiments.ibvi.processes import cores
+from dubito.experiments.reproduction import Outcome, PartJob
+from dubito.experiments.singular.icu_study import (
+    DISEASE,
+    FIRST_DAY,
+    FULL,
+    OWN,
+    IcuSettings,
+    Ward,
+    studies,
+    ward_of,
+)
+from dubito.experiments.singular.paper_figures import MIMIC
+from dubito.experiments.singular.rows import measure
+from dubito.experiments.singular.verdict import (
+    Column,
+    Values,
+    of_variant,
+    ood_picture,
+    ood_target,
+    recipes_in_words,
+    saving_target,
+    table,
+)
+from dubito.report import Table
+
+FOLDER = Path("runs/singular")
+PROCESSES = 2
+
+
+def columns(ward_sizes: tuple[int, int]) -> tuple[Column, ...]:
+    """Of a table, with the chance levels that follow from the numbers of known and shifted patients."""
+    known, shifted = ward_sizes
+    share = shifted / (known + shifted)
+    return (
+        Column("auroc", "AUROC"),
+        Column("aupr_err", "AUPR-Err (chance)", chance="error"),
+        Column("ood_auroc", "OOD AUROC (chance .500)"),
+        Column("aupr_out", f"AUPR-OOD (chance {share:.3f})"),
+        Column("aupr_in", f"AUPR-In (chance {1 - share:.3f})"),
+        Column("nll", "NLL"),
+        Column("ece", "ECE"),
+    )
+
+
+SHIFTED = (
+    Column("auroc", "AUROC, day 3"),
+    Column("shifted_auroc", "AUROC, day 1"),
+    Column("nll", "NLL, day 3"),
+    Column("shifted_nll", "NLL, day 1"),
+    Column("ece", "ECE, day 3"),
+    Column("shifted_ece", "ECE, day 1"),
+    Column("ood_auroc", "OOD AUROC (chance .500)"),
+)
+
+
+def tables(rows: Sequence[Values], wards: Mapping[str, tuple[int, int]]) -> tuple[Table, ...]:
+    """One a study; `wards` has the numbers of known and shifted patients."""
+    found = []
+    for variant, caption in (
+        (DISEASE, "SUPPORT2, death within 30 days; shifted: patients in coma, no one of whom was trained on"),
+        (OWN, "The paper's own setting, from the local folder mimic-iii"),
+    ):
+        if of_variant(rows, variant):
+            found.append(table(rows, variant, columns(wards[variant]), caption, MIMIC, "MIMIC-III"))
+    if of_variant(rows, FIRST_DAY):
+        caption = (
+            "Shared variables: SUPPORT2 on day 3, and as shifted set RHC, intensive-care patients on day 1"
+        )
+        found.append(table(rows, FIRST_DAY, SHIFTED, caption))
+    return tuple(found)
+
+
+def targets(rows: Sequence[Values]) -> dict[str, bool]:
+    """What was to be shown, and whether it was; the held-out disease decides."""
+    return ood_target(rows, DISEASE, "ood_auroc", "icu") | saving_target(rows, DISEASE)
+
+
+def run_icu(job: PartJob, settings: IcuSettings | None = None, folder: Path | None = FOLDER) -> Outcome:
+    """The part `icu`: all methods on both studies."""
+    settings = settings or (FULL if job.full else IcuSettings())
+    place = folder / ("full" if job.full else "default") if folder is not None else None
+    asked = studies(settings)
+    wards = {study.variant: ward_of(study.variant, settings.split) for study in asked}
+    if place is not None:
+        job.say(f"    finished rows are kept in {place} and taken up again")
+    processes = max(1, min(PROCESSES, cores() // torch.get_num_threads()))
+    rows = measure(asked, job.seeds, place, job.say, processes)
+    return outcome(rows, wards, settings, job.seeds)
+
+
+def outcome(
+    rows: Sequence[Values], wards: Mapping[str, Ward], settings: IcuSettings, seeds: Sequence[int]
+) -> Outcome:
+    """Tables, picture and words of finished rows."""
+    sizes = {variant: (len(ward.test[0]), len(ward.shifted[0])) for variant, ward in wards.items()}
+    shown = {"coma": (DISEASE, "ood_auroc"), "day 1 (RHC)": (FIRST_DAY, "ood_auroc")}
+    picture = ood_picture(rows, shown, "Shifted patients told by mutual information")
+    values: dict[str, Any] = {"rows": list(rows), "seeds": list(seeds)}
+    return Outcome(
+        "Intensive care: death within 30 days",
+        _paragraphs(wards, settings, seeds),
+        tables(rows, sizes),
+        (picture,),
+        values,
+        targets(rows),
+    )
+
+
+def _paragraphs(wards: Mapping[str, Ward], s: IcuSettings, seeds: Sequence[int]) -> tuple[str, ...]:
+    first, second = wards[DISEASE], wards[FIRST_DAY]
+    return (
+        f"SUPPORT2 stands in for MIMIC-III: {len(first.train[0]):,} patients to train on, "
+        f"{len(first.validation[0]):,} to validate, {len(first.test[0]):,} to test, {len(first.shifted[0]):,} in coma "
+        "as the unknown. The outcome at two months, orders written during the stay and the disease are no features; "
+        "gaps take the training median and are indicated, numbers are clipped 8 interquartile ranges outside quartiles "
+        "and standardised, factors one-hot, all by training rows alone.",
+        "RHC is the same cohort on day 1. Who shares age and sex with a training or validation patient is left out, "
+        f"which leaves {len(second.shifted[0]):,} people; that study has its own network, of the shared variables.",
+        f"{len(first.columns)}–{s.hidden}–{s.hidden}–1 ReLU, rank {s.rank} (head 1), Adam with a highest rate of "
+        f"{s.lr:g} along a cosine, batches of {s.batch}, at most {s.epochs} epochs, the weights of the best validation "
+        f"NLL, {s.samples} draws, seeds {list(seeds)}; no class weights. Time counts what a method starts from.",
+        "Mean field and the low-rank factors start from scales of the fan-in, under priors of those scales. "
+        + recipes_in_words(s.recipes),
+    )
