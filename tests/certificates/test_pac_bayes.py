@@ -221,6 +221,7 @@ FROM_DATA = {
         {"0.weight": dubito.MeanField(prior=Normal(torch.randn(8, 4), 1.0)), "rest": dubito.MeanField()}
     ),
     "svd": lambda: network(dubito.LowRankFactors(1, init="svd")),
+    "svd under a rule": lambda: network(dubito.LowRankFactors(1, init="svd", prior=dubito.FanIn())),
     "auto rank": lambda: network(
         {
             "2.weight": dubito.LowRankFactors("auto", init="svd", prior=Normal(0.0, 1.0)),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 
 from dubito.bayesian import BayesianModule, joint_kl
 from dubito.certificates.certificate import RefusedError
@@ -134,7 +135,7 @@ def _refuse_if_from_data(
             f"prior, Normal(0.0, s); {_ASSERT}"
         )
     if isinstance(family, LowRankFactors) and isinstance(posterior, LowRankFactorsPosterior):
-        given = own is not None and not isinstance(own, str)
+        given = isinstance(own, Distribution | ParameterPrior)  # a rule takes the factors' scale
         if family.init == "svd" and not given:
             raise RefusedError(
                 f"LowRankFactors(init='svd') scaled the prior of {name!r} by the given weights. If these were trained "
