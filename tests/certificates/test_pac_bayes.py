@@ -132,6 +132,24 @@ def test_the_correction_for_draws_covers_the_gibbs_risk_on_the_data():
     assert fails <= 5  # δ' = 0.1
 
 
+class Keyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, values):
+        return self.inner(values)
+
+
+def test_batches_may_be_mappings_with_labels():
+    bayes, (x, y) = network(net=Keyword()), problem()
+    batch = {"values": x, "labels": y}
+    named = pac_bayes(bayes, [batch], samples=8, generator=seeded())
+    assert named.bound == pac_bayes(bayes, [(x, y)], samples=8, generator=seeded()).bound
+    with pytest.raises(TypeError, match="labels"):
+        pac_bayes(bayes, [{"values": x}], samples=8)
+
+
 def test_choices_divide_delta():
     bayes, data = network(), problem()
     one = pac_bayes(bayes, data, delta=0.01, samples=16, generator=seeded())

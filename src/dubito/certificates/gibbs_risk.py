@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from dubito.certificates.certificate import RefusedError
 from dubito.certificates.kl_inversion import kl_inverse
 from dubito.certificates.loss_constants import BoundedLoss
 from dubito.likelihoods import Bernoulli, Categorical, Likelihood
-from dubito.monte_carlo import check_samples, device_of, evaluating
+from dubito.monte_carlo import LABELS, check_samples, device_of, evaluating
 
 _BATCH = 256  # at most, of data given as tensors
 _ENTRIES_AT_ONCE = 2**25  # of drawn weights: 128 MB in float32
@@ -81,9 +81,10 @@ def gibbs_risk(
 
     Args:
         bayes: the network.
-        data: (x, y) tensors, or an iterable of such batches, run through once.
+        data: (x, y) tensors, or an iterable of such batches (or of mappings with "labels"), run through once.
         loss: "zero_one", or a function from outputs (S, batch, …) and y to losses in [0, 1] of shape (S, batch, …).
-            Losses of several outcomes a datum are meaned: a datum counts once.
+            Losses of several outcomes a datum are meaned: a datum counts once. Outputs come as the network gives them,
+            standardised where `fit` standardised the targets.
         samples: draws M for each batch.
         generator: source of the draws.
 
@@ -137,6 +138,11 @@ def batches_of(data: Any, device: torch.device) -> Iterator[tuple[Any, Tensor]]:
     if isinstance(data, Tensor) or not isinstance(data, Iterable):
         raise TypeError(f"data must be (x, y) or an iterable of such pairs, got {type(data).__name__}")
     for batch in data:
+        if isinstance(batch, Mapping):
+            name = next((label for label in LABELS if label in batch), None)
+            if name is None:
+                raise TypeError(f"a batch that is a mapping needs its targets under one of {LABELS}")
+            batch = ({k: v for k, v in batch.items() if k not in LABELS}, batch[name])
         if not isinstance(batch, list | tuple) or len(batch) != 2:
             raise TypeError(f"a batch must be a pair (x, y), got {type(batch).__name__}")
         yield _moved(batch[0], device), batch[1].to(device)
