@@ -24,7 +24,7 @@ from dubito.weights.drawn import METADATA, attention_body
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
-_QUERIES = (
+_QUERIES: tuple[str, ...] = (
     "data_ptr",
     "storage_offset",
     "_is_view",
@@ -35,9 +35,17 @@ _QUERIES = (
     "is_conj",
 )
 _QUERIES += ("is_shared", "is_neg", "dense_dim", "_backward_hooks", "layout", "_has_symbolic_sizes_strides")
-_FACTORIES = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
+_FACTORIES: tuple[str, ...] = (
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+)
 _FACTORIES += ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "isnan", "isinf", "isfinite")
-_NUMBERS = (
+_NUMBERS: tuple[str, ...] = (
     "item",
     "tolist",
     "numpy",
@@ -108,11 +116,16 @@ class GaussianTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        raise NoRuleError(
-            f"operator {func} met a random tensor below __torch_function__, where its variance would be lost: scripted "
-            "or compiled code, a C++ extension, or a torch.autograd.Function does this. Call the plain Python code "
-            "instead, or use Monte Carlo: bayes.predict(x)"
+        leading = _first(args)
+        where = f" in {leading.context.where()}" if leading is not None else ""
+        error = NoRuleError(
+            f"operator {func}{where} met a random tensor below __torch_function__, where its variance would be lost: "
+            "scripted or compiled code, a C++ extension, or a torch.autograd.Function does this. Call the plain Python "
+            "code instead (the module as it was before torch.jit.script), or use Monte Carlo: bayes.predict(x)"
         )
+        if leading is not None:
+            leading.context.failure = error
+        raise error
 
 
 def _at_mean(values: Any) -> list[Any]:
@@ -150,6 +163,10 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     assert leading is not None
     context = leading.context
     name = name_of(func)
+    if isinstance(func, torch._C.ScriptMethod | torch._C.ScriptFunction):
+        raise context.no_rule(
+            f"scripted {name}", ": compiled code would drop its variance; use it unscripted"
+        )
     body = _BODIES.get(func)
     if body is None and resolve(func) is None and not is_elementwise(func):
         body = _python_body(func)
@@ -266,7 +283,7 @@ def _write(target: GaussianTensor, result: Any) -> GaussianTensor:
         old.variance.copy_(variance)
         old._second, old.origin = None, None
         return target
-    target.moments = Moments(mean, variance.clone() if variance is old._variance else variance)
+    target.moments = Moments(mean, variance.clone() if variance is old.variance else variance)
     target.moments.origin = result.origin
     target.data = mean.detach()
     return target

@@ -78,6 +78,9 @@ class Context:
             rule returns, is looked at in any case).
         used: rules used, in order, where a report is wanted (else None).
         survey: go on at the mean where an operator has no rule (for a report of all of them).
+        path: the module that runs now.
+        failure: an error that compiled code may have wrapped in one of its own.
+        seen: random parameters that an operator has met.
     """
 
     rules: RuleSet = field(default_factory=lambda: rule_set("cvp"))
@@ -88,13 +91,14 @@ class Context:
     used: list[Used] | None = None
     survey: bool = False
     path: str = ""
+    failure: NoRuleError | None = None
     seen: set[str] = field(default_factory=set)
     _stack: list[str] = field(default_factory=list)
     _counts: dict[tuple[str, str], int] = field(default_factory=dict)
 
     def start(self) -> None:
         """A new pass begins: indices of use start at 0."""
-        self.path = ""
+        self.path, self.failure = "", None
         self._stack.clear()
         self._counts.clear()
 
@@ -145,8 +149,7 @@ class Context:
         handles = []
         for path, child in module.named_modules():
             if isinstance(child, torch.jit.ScriptModule):
-                handles.append(child.register_forward_pre_hook(_refuse_scripted(path)))
-                continue
+                continue  # which takes no hooks; what it would do to a random tensor is refused below
             handles.append(child.register_forward_pre_hook(self._entering(path), prepend=True))
             handles.append(child.register_forward_hook(self._leaving, always_call=True))
         try:
@@ -197,25 +200,13 @@ class Context:
         negative = int((moments.variance < 0).sum())
         return InvalidMomentsError(
             f"after {operator!r} in {self.where()} {nan_means} means and {nan} variances are NaN and {negative} "
-            f"variances negative, of {moments.mean.numel()}. Look at the input and the weights first, then for posterior "
-            "standard deviations so large that they overflow, or a rule of your own"
+            f"variances negative, of {moments.mean.numel()}. Look at the input and the weights first, then for "
+            "posterior standard deviations so large that they overflow, or a rule of your own"
         )
 
 
 def _valid(moments: Moments) -> bool:
-    # One reduction: a NaN anywhere makes the minimum NaN, and no comparison with NaN holds. NaN means show in the next
-    # variances of every nonlinear rule, and at the output.
-    return bool(moments.variance.detach().amin() >= 0) if moments.variance.numel() else True
-
-
-def _refuse_scripted(path: str) -> Callable[..., None]:
-    def hook(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        from dubito.moments.gaussian_tensor import GaussianTensor
-
-        if any(isinstance(value, GaussianTensor) for value in inputs):
-            raise NoRuleError(
-                f"module {path!r} is scripted, and its compiled code would drop the variances of its random input. Use "
-                "the module as it was before torch.jit.script, or Monte Carlo: bayes.predict(x)"
-            )
-
-    return hook
+    if not moments.variance.numel():
+        return True
+    # A NaN anywhere makes the minimum NaN, and no comparison with NaN holds.
+    return bool((moments.variance.detach().amin() >= 0) & ~moments.mean.detach().isnan().any())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.moments.gaussian_tensor import GaussianTensor
+from dubito.moments.head import predictive_from_moments
 from dubito.moments.moments import Calibrator, Context, InvalidMomentsError, Moments, NoRuleError
 from dubito.moments.rule_sets import RuleSet, rule_set
 from dubito.monte_carlo import _batches, as_arguments, device_of, evaluating
@@ -79,7 +80,12 @@ def _once(
     context.start()
     context.seen.clear()
     with context.following(bayes.module), standing_in(bayes, weights, context), _no_compiling():
-        output = bayes.select(bayes.module(*args, **kwargs))
+        try:
+            output = bayes.select(bayes.module(*args, **kwargs))
+        except RuntimeError as error:
+            if context.failure is not None and error is not context.failure:
+                raise context.failure from error
+            raise
     if not isinstance(output, GaussianTensor):
         raise NoRuleError(
             "the network's output carries no variance: it was lost on the way (a scripted function, a tensor made from "
@@ -174,13 +180,3 @@ def streamed(bayes: BayesianModule, x: Any, one: Callable[[Any], Predictive]) ->
 def predictive_of(bayes: BayesianModule, moments: Moments, head: str) -> Predictive:
     """What the outputs' moments stand for under the likelihood."""
     return predictive_from_moments(bayes.require_likelihood(), moments.mean, moments.variance, head=head)
-
-
-def predictive_from_moments(
-    likelihood: Any, mean: Tensor, variance: Tensor, head: str = "sampled"
-) -> Predictive:
-    """Until the heads' own file is there: 256 fixed normals."""
-    engine = torch.quasirandom.SobolEngine(min(mean[0].numel(), 21201), scramble=True, seed=0)
-    u = engine.draw(256).to(mean).clamp(1e-6, 1 - 1e-6)
-    z = torch.special.ndtri(u).reshape(256, 1, *mean.shape[1:])
-    return likelihood.predictive(mean + variance.sqrt() * z, keep_draws=False)

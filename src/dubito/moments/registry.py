@@ -195,6 +195,8 @@ def is_elementwise(function: Any) -> bool:
     if not _is_of_torch(function):
         return False
     name = name_of(function).removesuffix("_")
+    if name in _UNTAGGED:
+        return True
     packet = getattr(torch.ops.aten, name, None)
     if packet is None or name in _NOT_SMOOTH:
         return False
@@ -202,6 +204,9 @@ def is_elementwise(function: Any) -> bool:
     return any(torch.Tag.pointwise in o.tags for o in overloads) and _returns_real(overloads[0])
 
 
+_UNTAGGED = frozenset(
+    ("log_sigmoid", "logsigmoid", "hardswish", "mish", "softsign", "tanhshrink", "hardshrink")
+)
 _NOT_SMOOTH = frozenset(
     ("bernoulli", "floor", "ceil", "round", "trunc", "sign", "sgn", "heaviside", "fix", "signbit", "frac")
 )

@@ -121,8 +121,8 @@ def _where(context: Context, condition: Any, input: Any, other: Any) -> Any:
         raise context.no_rule("where", " whose condition is random")
     mean = torch.where(condition, mean_of(input), mean_of(other))
     zero = torch.zeros((), dtype=mean.dtype, device=mean.device)
-    parts = [v.variance if isinstance(v, Moments) else zero for v in (input, other)]
-    return Moments(mean, torch.where(condition, *parts))
+    chosen, left = (v.variance if isinstance(v, Moments) else zero for v in (input, other))
+    return Moments(mean, torch.where(condition, chosen, left))
 
 
 @register("masked_fill")

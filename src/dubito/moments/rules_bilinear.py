@@ -169,8 +169,8 @@ def _transposed_convolution(function: Any) -> Callable[..., Any]:
     return convolve
 
 
-for _function in (F.conv1d, F.conv2d, F.conv3d):
-    register(_function.__name__)(_convolution(_function))
+for _plain in (F.conv1d, F.conv2d, F.conv3d):
+    register(_plain.__name__)(_convolution(_plain))
 for _function, _name in (
     (F.conv_transpose1d, "conv_transpose1d"),
     (F.conv_transpose2d, "conv_transpose2d"),
@@ -195,8 +195,8 @@ def _aten_convolution(
 ) -> Any:
     spatial = weight.ndim - 2
     if transposed:
-        function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
-        rule = _transposed_convolution(function)
+        transposes = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+        rule = _transposed_convolution(transposes[spatial - 1])
         return rule(context, input, weight, bias, stride, padding, output_padding, groups, dilation)
     function = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
     return _convolution(function)(context, input, weight, bias, stride, padding, dilation, groups)
@@ -239,7 +239,8 @@ def scaled(x: Operand, factor: Any) -> Operand:
         return x
     if isinstance(x, Moments):
         return Moments(x.mean * factor, x.variance * factor**2)
-    return x * factor
+    product: Tensor = x * factor
+    return product
 
 
 def plus(a: Operand, b: Operand) -> Operand:

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from dubito.moments import pooling_moments as formulas
+from dubito.moments.function_moments import sqrt_moments, square_moments
 from dubito.moments.moments import Context, Moments
+from dubito.moments.operands import full_precision
 from dubito.moments.registry import register
 
 INDEPENDENT = "entries taken as independent, or correlated by the calibration's rho"
@@ -164,6 +166,70 @@ def _extreme(formula: Any, pairwise: Any, input: Any, dim: Any, keepdim: bool) -
     return Moments(*formula(input.mean, input.variance, dim, keepdim))
 
 
-@register("var", "std", "norm", "linalg_vector_norm", exactness="approximate", note="by its parts")
-def _refuse(context: Context, *_: Any, **__: Any) -> Any:
-    raise context.no_rule("var, std or norm", " (written out by mean, square and rsqrt it has)")
+# ---- second moments ---------------------------------------------------------------------------------------------
+
+FIRST_ORDER = "entries and their mean taken as independent"
+
+
+def _axes(x: Moments, dim: Any) -> list[int]:
+    return list(range(x.ndim)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
+
+
+def _spread(x: Moments, dim: Any, correction: float, keepdim: bool) -> Moments:
+    """The empirical variance over dimensions: `sum (x - mean)² / (n - correction)`."""
+    dims = _axes(x, dim)
+    count = 1
+    for d in dims:
+        count *= x.shape[d]
+    deviation = x.mean - x.mean.mean(dims, keepdim=True)
+    square = deviation.square()
+    mean = (square + x.variance * (1.0 - 1.0 / count)).sum(dims, keepdim=keepdim)
+    variance = (x.variance * (4.0 * square + 2.0 * x.variance)).sum(dims, keepdim=keepdim)
+    return Moments(mean / (count - correction), variance / (count - correction) ** 2)
+
+
+def _correction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float, bool]:
+    """dim, correction and keepdim, of the several ways to call `var`."""
+    dim, rest = kwargs.get("dim"), list(args)
+    if rest and not isinstance(rest[0], bool):
+        dim = rest.pop(0)
+    unbiased = kwargs.get("unbiased", rest.pop(0) if rest else True)
+    keepdim = kwargs.get("keepdim", rest.pop(0) if rest else False)
+    correction = kwargs.get("correction")
+    return dim, float(unbiased) if correction is None else float(correction), bool(keepdim)
+
+
+@register("var", exactness="approximate", note=FIRST_ORDER)
+def _var(context: Context, input: Moments, *args: Any, **kwargs: Any) -> Moments:
+    return _spread(input, *_correction(args, kwargs))
+
+
+@register("std", exactness="approximate", note=FIRST_ORDER)
+def _std(context: Context, input: Moments, *args: Any, **kwargs: Any) -> Moments:
+    return full_precision(sqrt_moments, _var(context, input, *args, **kwargs))
+
+
+@register("var_mean", exactness="approximate", note=FIRST_ORDER)
+def _var_mean(context: Context, input: Moments, *args: Any, **kwargs: Any) -> tuple[Moments, Moments]:
+    dim, _, keepdim = _correction(args, kwargs)
+    return _var(context, input, *args, **kwargs), _mean(context, input, dim, keepdim)
+
+
+@register("std_mean", exactness="approximate", note=FIRST_ORDER)
+def _std_mean(context: Context, input: Moments, *args: Any, **kwargs: Any) -> tuple[Moments, Moments]:
+    dim, _, keepdim = _correction(args, kwargs)
+    return _std(context, input, *args, **kwargs), _mean(context, input, dim, keepdim)
+
+
+@register(
+    "norm", "linalg_vector_norm", "linalg_norm", exactness="approximate", note="the root of a sum of squares"
+)
+def _norm(
+    context: Context, input: Moments, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> Moments:
+    ord = kwargs.get("p", ord)
+    if ord not in (2, 2.0, None, "fro") or (ord is None and dim is None and input.ndim > 2):
+        raise context.no_rule(f"norm(p={ord!r})", " (that of p=2 has one)")
+    dims = _axes(input, dim)
+    total = formulas.sum_moments(*square_moments(input.mean, input.variance), dims, keepdim)
+    return full_precision(sqrt_moments, Moments(*total))

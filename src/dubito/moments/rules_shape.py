@@ -152,6 +152,17 @@ def _nothing(context: Context, *args: Any, **kwargs: Any) -> None:
     return None
 
 
+_METADATA = (
+    "sym_size sym_numel sym_stride sym_storage_offset size stride numel dim zeros_like ones_like empty_like full_like "
+    "rand_like randn_like new_zeros new_ones new_empty new_full isnan isinf isfinite is_same_size"
+)
+
+
+@register(*_METADATA.split(), passes_function=True, note="asked of the mean: not random")
+def _at_the_mean(context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*means(args), **kwargs)
+
+
 # ---- several tensors ------------------------------------------------------------------------------------------
 
 
