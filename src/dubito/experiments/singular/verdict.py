@@ -121,16 +121,16 @@ def saving_target(rows: Sequence[Values], variant: str) -> dict[str, bool]:
     return {words: LEAST_SAVING * ours <= full}
 
 
-def recipes_in_words(recipes: Mapping[str, Recipe]) -> str:
-    """What was chosen, and how."""
+def recipes_in_words(recipes: Mapping[str, Recipe], search: str) -> str:
+    """What was chosen; `search` says from what and how."""
     if not recipes:
         return "Every method has the default weight of the KL and initial spread."
     chosen = ", ".join(
         f"{CONTESTANTS[name].title} {one.beta:g} and {one.scale:g}" for name, one in recipes.items()
     )
     return (
-        "The weight of the KL (1 is the ELBO) and the initial spread (of the weights' or factors' own scale) were "
-        f"chosen from the same nine pairs for each by validation NLL under a seed that is not reported: {chosen}."
+        "Weight of the KL (1 is the ELBO) and initial spread (of the weights' or factors' own scale), by validation NLL "
+        f"under a seed that is not reported: {chosen}. {search}"
     )
 
 
