@@ -20,48 +20,28 @@ from torch import Tensor
 
 from dubito.moments.moments import Context, Moments, NoRuleError
 from dubito.moments.registry import apply, is_elementwise, is_in_place, name_of, resolve
+from dubito.moments.single_draw import run_on_draw
 from dubito.weights.drawn import METADATA, attention_body
 
 _plain = torch._C.DisableTorchFunctionSubclass
 
-_QUERIES: tuple[str, ...] = (
-    "data_ptr",
-    "storage_offset",
-    "_is_view",
-    "is_same_size",
-    "type",
-    "is_set_to",
-    "is_signed",
-    "is_conj",
+_QUERIES = (
+    "data_ptr storage_offset _is_view is_same_size is_set_to is_signed is_conj is_shared is_neg dense_dim layout "
+    "_has_symbolic_sizes_strides"
 )
-_QUERIES += ("is_shared", "is_neg", "dense_dim", "_backward_hooks", "layout", "_has_symbolic_sizes_strides")
-_FACTORIES: tuple[str, ...] = (
-    "zeros_like",
-    "ones_like",
-    "empty_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "randint_like",
+_FACTORIES = (
+    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full "
+    "isnan isinf isfinite"
 )
-_FACTORIES += ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "isnan", "isinf", "isfinite")
-_NUMBERS: tuple[str, ...] = (
-    "item",
-    "tolist",
-    "numpy",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-    "__complex__",
-    "__array__",
+_NUMBERS = (
+    "item tolist numpy __bool__ __int__ __float__ __index__ __complex__ __array__ __contains__ is_nonzero equal "
+    "allclose"
 )
-_NUMBERS += ("__contains__", "is_nonzero", "equal", "allclose")
 
 AT_THE_MEAN: frozenset[Any] = METADATA | {
     getattr(space, name)
     for space in (Tensor, torch)
-    for name in _QUERIES + _FACTORIES
+    for name in f"{_QUERIES} {_FACTORIES}".split()
     if callable(getattr(space, name, None))
 }
 
@@ -175,7 +155,9 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = _target_of_write(func, name, args, kwargs, context)
     _count_parameters(args, kwargs, context)
     if context.drawing:
-        return _on_a_draw(context, func, args, kwargs, target)
+        with _plain():
+            result = run_on_draw(context, func, _as_moments(args), {k: _as_moments(v) for k, v in kwargs.items()})
+            return _drawn(result, target, context)
     with _plain():
         try:
             result = apply(context, func, _as_moments(args), {k: _as_moments(v) for k, v in kwargs.items()})
@@ -186,6 +168,15 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is not None:
             return _write(target, result)
         return _wrapped(result, context, args, kwargs)
+
+
+def _drawn(result: Any, target: GaussianTensor | None, context: Context) -> Any:
+    if target is not None:
+        target.moments = result
+        return target
+    if isinstance(result, Moments):
+        return GaussianTensor.of(result, context)
+    return type(result)(_drawn(r, None, context) for r in result) if type(result) in (list, tuple) else result
 
 
 def _as_if_random(value: Any) -> Any:
@@ -248,7 +239,7 @@ def _target_of_write(
     """
     if kwargs.get("out") is not None:
         raise context.no_rule(f"{name}(out=…)", ": out= would drop the variance")
-    if getattr(func, "__name__", "") in _NUMBERS or name in _NUMBERS:
+    if name in _NUMBERS.split():
         raise context.no_rule(name, ": it asks for one number of a random tensor, which has none")
     in_place = is_in_place(name) or name == "__setitem__" or kwargs.get("inplace") is True
     if not in_place or func is Tensor.requires_grad_:
@@ -287,40 +278,6 @@ def _write(target: GaussianTensor, result: Any) -> GaussianTensor:
     target.moments.origin = result.origin
     target.data = mean.detach()
     return target
-
-
-# ---- one draw ----------------------------------------------------------------------------------------------
-
-
-def _on_a_draw(
-    context: Context, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], target: GaussianTensor | None
-) -> Any:
-    """The operator itself on a draw, recording sites as a propagation would."""
-    rule = resolve(func)
-    with _plain():
-        site = None
-        if rule is not None and rule.site is not None:
-            if rule.site in ("pool", "attention"):
-                site = context.name_site(rule.site)
-            elif isinstance(args[0], GaussianTensor):
-                context.site(rule.site, args[0].moments)
-        result = func(*_at_mean(args), **{k: _at_mean_of(v) for k, v in kwargs.items()})
-        if target is not None:
-            target.moments = Moments(target.moments.mean, None)  # type: ignore[arg-type]
-            return target
-        made = _drawn(result, context)
-        if site is not None and isinstance(made, GaussianTensor):
-            context.observe(site, made.moments)
-        return made
-
-
-def _drawn(result: Any, context: Context) -> Any:
-    if isinstance(result, Tensor):
-        return GaussianTensor.of(Moments(result, None), context)  # type: ignore[arg-type]
-    if isinstance(result, tuple | list):
-        made = [_drawn(r, context) for r in result]
-        return type(result)(made) if type(result) in (tuple, list) else type(result)(*made)
-    return result
 
 
 # ---- Python functions without a rule -------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class Context:
         if self.record is not None:
             self.record(name, moments)
         alpha = None if self.calibration is None else self.calibration.alpha(name)
-        if alpha is None:
+        if alpha is None or self.drawing:
             return moments
         return Moments(moments.mean, moments.variance * alpha)
 

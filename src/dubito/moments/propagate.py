@@ -93,7 +93,26 @@ def _once(
             "were met; Monte Carlo needs no rules: bayes.predict(x)"
         )
     moments = output.moments.marginal()
-    return moments if context.drawing else context.site("output", moments)
+    return context.site("output", moments)
+
+
+def sites_of_draw(
+    bayes: BayesianModule, x: Any, draw: Mapping[str, Tensor], record: Callable[[str, Moments], None]
+) -> Tensor:
+    """Run the network on one draw of its weights, recording the same sites as a propagation would.
+
+    Args:
+        bayes: the network.
+        x: one batch of arguments.
+        draw: dense weights by name, as `posterior.draw()` gives them.
+        record: called with each site's name and what arrives there, as the `mean` of moments without a variance.
+
+    Returns:
+        The output.
+    """
+    context = Context(record=record, drawing=True)
+    weights = {name: Moments(value, None) for name, value in draw.items()}  # type: ignore[arg-type]
+    return propagated(bayes, x, context, weights).mean
 
 
 @contextlib.contextmanager

@@ -136,13 +136,21 @@ def _log_softmax(context: Context, input: Moments, dim: Any = None, *_: Any, **_
     return Moments(*log_softmax_moments(input.mean, input.variance, dim))
 
 
+@register("logsumexp", "special_logsumexp", exactness="approximate", note="second-order mean, first-order variance")
+def _logsumexp(context: Context, input: Moments, dim: Any, keepdim: bool = False) -> Moments:
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    total = torch.logsumexp(input.mean, dims, keepdim=True)
+    p = (input.mean - total).exp()
+    mean = total + 0.5 * (p * (1.0 - p) * input.variance).sum(dims, keepdim=True)
+    variance = (p.square() * input.variance).sum(dims, keepdim=True)
+    if keepdim:
+        return Moments(mean, variance)
+    return Moments(*(t.reshape(torch.logsumexp(input.mean, dims).shape) for t in (mean, variance)))
+
+
 def attended(context: Context, weights: Any, values: Any, equation: str | None = None) -> Any:
     """The product of attention probabilities with values as one attention; None where it is no such product."""
-    if not isinstance(weights, Moments) or not isinstance(weights.origin, Softmax):
-        return None
-    if mean_of(values).ndim != weights.ndim or mean_of(values).shape[-2] != weights.shape[-1]:
-        return None
-    if equation is not None and not _is_product(equation):
+    if not is_attention(weights, values, equation):
         return None
     site, rho = context.correlation("attention")
     scores = weights.origin.scores
@@ -152,6 +160,15 @@ def attended(context: Context, weights: Any, values: Any, equation: str | None =
     out = random(result)
     context.observe(site, out)
     return out
+
+
+def is_attention(weights: Any, values: Any, equation: str | None = None) -> bool:
+    """Whether a product (or a two-operand einsum) is one of attention probabilities with values."""
+    if not isinstance(weights, Moments) or not isinstance(weights.origin, Softmax):
+        return False
+    if mean_of(values).ndim != weights.ndim or mean_of(values).shape[-2] != weights.shape[-1]:
+        return False
+    return equation is None or _is_product(equation)
 
 
 def _is_product(equation: str) -> bool:

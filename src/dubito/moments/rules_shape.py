@@ -23,8 +23,8 @@ _MOVES = (
     "view reshape reshape_as view_as permute movedim moveaxis swapaxes swapdims transpose squeeze unsqueeze flatten "
     "unflatten ravel expand expand_as broadcast_to contiguous select narrow unbind index_select gather take_along_dim "
     "take repeat repeat_interleave tile flip fliplr flipud roll rot90 diagonal diag_embed tril triu unfold as_strided "
-    "masked_select detach alias _unsafe_view view_copy slice index hsplit vsplit dsplit channel_shuffle pixel_shuffle "
-    "pixel_unshuffle native_channel_shuffle im2col lift_fresh lift_fresh_copy _reshape_alias atleast_1d atleast_2d "
+    "masked_select detach data alias _unsafe_view view_copy slice index hsplit vsplit dsplit channel_shuffle "
+    "pixel_shuffle pixel_unshuffle native_channel_shuffle im2col lift_fresh lift_fresh_copy _reshape_alias atleast_1d atleast_2d "
     "atleast_3d split_copy select_copy slice_copy squeeze_copy unsqueeze_copy permute_copy expand_copy cpu cuda "
     "pin_memory diag"
 )
@@ -120,6 +120,8 @@ def _clone(context: Context, input: Moments, **kwargs: Any) -> Moments:
 )
 def _to(context: Context, function: Any, input: Moments, *args: Any, **kwargs: Any) -> Any:
     args = tuple(means(list(args)))
+    if not args and not kwargs and getattr(function, "__name__", "") == "type":
+        return input.mean.type()
     mean = function(input.mean, *args, **kwargs)
     if mean is input.mean:
         return input
