@@ -32,6 +32,8 @@ FAMILIES: dict[str, Family] = {
     "factors_svd": LowRankFactors(rank=1, init="svd", scale=0.3),
     "factors_local": LowRankFactors(rank=2, init="svd", estimator="local"),
     "factors_flipout": LowRankFactors(rank=2, init="svd", estimator="flipout"),
+    "factors_laplace": LowRankFactors(rank=0.5, init="he", distribution="laplace", blocks="heads", scale=0.3),
+    "factors_heads_local": LowRankFactors(rank=1, init="svd", estimator="local", blocks="heads"),
     "radial": dubito.Radial(scale=0.3),
     "rank_one": dubito.RankOne(scale=0.3, train_weight=True),
     "full_covariance_unit": dubito.FullCovariance("unit", scale=0.3),

@@ -33,6 +33,7 @@ from dubito.weights import (
     RankOne,
     WeightPosterior,
 )
+from dubito.weights.factor_balance import balance_
 
 __version__ = "0.1.0"
 
@@ -70,6 +71,7 @@ __all__ = [
     "TemperatureScaling",
     "WeightPosterior",
     "WeightPrior",
+    "balance_",
     "bayesianize",
     "certificates",
     "fit",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dubito.weights.drawn import DrawnWeight, as_dense, rule
 from dubito.weights.drawn_gaussian import LocalWeight
+from dubito.weights.factor_entries import FactorLaw, standard_noise
 
 _CONVOLUTIONS: dict[Any, int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 _TRANSPOSED: dict[Any, int] = {F.conv_transpose1d: 1, F.conv_transpose2d: 2, F.conv_transpose3d: 3}
@@ -68,18 +69,32 @@ class EmbeddingRows(DrawnWeight):
     right: Tensor
     drawn: Tensor
     row_noise: Tensor
+    law: FactorLaw
     source: torch.Generator
 
     @classmethod
-    def of(cls, left_mean: Tensor, left_sd: Tensor, right: Tensor) -> EmbeddingRows:
-        """Wrap the moments of the rows' factor and a draw of the other factor."""
+    def of(
+        cls,
+        left_mean: Tensor,
+        left_sd: Tensor,
+        right: Tensor,
+        law: FactorLaw = "gaussian",
+        fixed_row: int | None = None,
+    ) -> EmbeddingRows:
+        """Wrap the moments of the rows' factor (the Laplace law's b for the sd) and a draw of the other factor.
+
+        `fixed_row` (of the padding token) has no noise.
+        """
         shape = (left_mean.shape[0], right.shape[0])
         self = cls.wrap(shape, (left_mean, left_sd, right))
-        self.left_mean, self.left_sd, self.right = left_mean, left_sd, right
+        self.left_mean, self.left_sd, self.right, self.law = left_mean, left_sd, right, law
         self.drawn = torch.zeros(shape[0], dtype=torch.bool, device=left_mean.device)
         self.row_noise = torch.empty_like(
             left_mean, requires_grad=False
         )  # filled row by row: untouched pages cost nothing
+        if fixed_row is not None:
+            self.row_noise[fixed_row] = 0.0
+            self.drawn[fixed_row] = True
         # A source of its own: a block that is run again finds its rows drawn, and must not find the global generator,
         # hence its dropout, elsewhere than the first time.
         self.source = torch.Generator(left_mean.device)
@@ -90,7 +105,7 @@ class EmbeddingRows(DrawnWeight):
         """The drawn rows of `A` for distinct `tokens`: (len(tokens), r)."""
         new = tokens[~self.drawn[tokens]]
         shape, like = (len(new), self.left_mean.shape[1]), self.left_mean
-        self.row_noise[new] = torch.randn(shape, generator=self.source, dtype=like.dtype, device=like.device)
+        self.row_noise[new] = standard_noise(shape, like, self.law, self.source)
         self.drawn[new] = True
         noise = self.row_noise[tokens]
         return F.embedding(tokens, self.left_mean) + F.embedding(tokens, self.left_sd) * noise

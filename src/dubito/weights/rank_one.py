@@ -92,13 +92,15 @@ class RankOnePosterior(WeightPosterior):
     def __init__(self, group: Group, family: RankOne) -> None:
         super().__init__(group)
         self.family = family
-        value = self.slot.parameter.detach()
-        for side, size in zip(_SIDES, self.slot.shape[:2], strict=True):
-            ones = value.new_ones(size)
-            spread = spread_of_sd(torch.full_like(ones, family.scale), "log")
-            self.register_parameter(f"{side}_mean", nn.Parameter(ones))
-            self.register_parameter(f"{side}_spread", nn.Parameter(spread))
-            prior = resolve_prior(group.prior, ones, PRIOR_SCALE**-2, 1.0)
+        value, (rows, columns) = self.slot.parameter.detach(), self.slot.shape[:2]
+        self.left_mean = nn.Parameter(value.new_ones(rows))
+        self.right_mean = nn.Parameter(value.new_ones(columns))
+        self.left_spread, self.right_spread = (
+            nn.Parameter(spread_of_sd(torch.full_like(mean.detach(), family.scale), "log"))
+            for mean in (self.left_mean, self.right_mean)
+        )
+        for side in _SIDES:
+            prior = resolve_prior(group.prior, self.multiplier(side)[0].detach(), PRIOR_SCALE**-2, 1.0)
             if isinstance(prior, WeightPrior):
                 raise ValueError(
                     f"prior: {self.slot.name!r} has random multipliers and takes a prior on them, not a WeightPrior "
@@ -118,7 +120,9 @@ class RankOnePosterior(WeightPosterior):
 
     def multiplier(self, side: str) -> tuple[Tensor, Tensor]:
         """(mean, log standard deviation) of `"left"` (r) or `"right"` (s)."""
-        return getattr(self, f"{side}_mean"), getattr(self, f"{side}_spread")
+        if side == "left":
+            return self.left_mean, self.left_spread
+        return self.right_mean, self.right_spread
 
     def multiplier_prior(self, side: str) -> ParameterPrior:
         """The prior of one side's multipliers."""
