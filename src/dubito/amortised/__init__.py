@@ -2,12 +2,12 @@
 
 from dubito.amortised.exported import LearnedWeightPrior, ProcessNetwork
 from dubito.amortised.fitting import ProcessFitResult, fit_process
-from dubito.amortised.gaussian_conditionals import PrecisionError
 from dubito.amortised.linear import AmortisedLinear
 from dubito.amortised.posterior import Evidence, ImportanceSamplingError, ProcessPosterior
 from dubito.amortised.process import BNNProcess
 from dubito.amortised.process_prior import ProcessPrior
 from dubito.amortised.tasks import TaskBatch, gather_tasks, split_context
+from dubito.gaussian_conditionals import PrecisionError
 
 __all__ = [
     "AmortisedLinear",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.amortised.process_prior import joined, parted
+from dubito.gaussian_conditionals import LayerGaussian
 from dubito.likelihoods import Likelihood
 from dubito.priors import WeightPrior
 from dubito.weights.family import CapabilityError
@@ -111,6 +112,15 @@ class LearnedWeightPrior(WeightPrior):
         """Its inverse."""
         _, factor = self._parts(layer)
         return factor @ factor.mT
+
+    def layer_gaussians(self) -> list[LayerGaussian]:
+        """Each layer's Gaussian over its blocks of weights."""
+        result = []
+        for index in range(self.count):
+            mean, factor = self._parts(index)
+            half = torch.linalg.slogdet(factor).logabsdet
+            result.append(LayerGaussian(mean, factor, self.precision(index), half))
+        return result
 
     def _parts(self, index: int) -> tuple[Tensor, Tensor]:
         return getattr(self, f"mean_{index}"), getattr(self, f"factor_{index}")

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dubito.amortised.gaussian_conditionals import PrecisionError
 from dubito.amortised.objectives import OBJECTIVES, Objective, ProcessObjective
 from dubito.amortised.process import BNNProcess
 from dubito.amortised.tasks import Task, TaskBatch, gather_tasks, split_context
+from dubito.gaussian_conditionals import PrecisionError
 from dubito.training import NonFiniteError
 
 _KEPT_EVERY = 50  # steps between copies of the weights to fall back on
@@ -166,7 +166,7 @@ class _Fitting:
         parameters = [p for p in self.process.parameters() if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip)
         if not bool((value.loss + norm).isfinite()):
-            text = f"the loss is {float(value.loss):g} and its gradient's norm {float(norm):g}"
+            text = f"the loss is {float(value.loss.detach()):g} and its gradient's norm {float(norm):g}"
             self._fall_back(step, f"{text}: lower the learning rate, or standardise the tasks", None)
         if step % _KEPT_EVERY == 0:
             self.good = copy.deepcopy(self.process.state_dict())

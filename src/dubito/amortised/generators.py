@@ -134,7 +134,8 @@ class GaussianProcessTasks(FunctionTasks):
             # by eigenvalues: smooth kernels are singular to rounding, and a Cholesky factor would need jitter
             values, vectors = torch.linalg.eigh(self.covariance(x))
             eps = torch.randn(len(x), 1, generator=generator, dtype=x.dtype)
-            return vectors @ (values.clamp(min=0.0).sqrt().unsqueeze(-1) * eps)
+            value: Tensor = vectors @ (values.clamp(min=0.0).sqrt().unsqueeze(-1) * eps)
+            return value
 
         return drawn
 

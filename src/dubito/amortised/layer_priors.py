@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from dubito.amortised.gaussian_conditionals import LayerGaussian
+from dubito.gaussian_conditionals import LayerGaussian
 
 PriorKind = Literal["unit", "diagonal", "low-rank", "layer"]
 
@@ -207,10 +207,9 @@ class LowRankPrior(LayerPrior):
 
     def draw(self, noise: Tensor) -> Tensor:
         """mean + d·noise₁ + V·noise₂."""
-        own, shared = noise.split((self.width, self.rank), dim=-1)
-        return (
-            self._double(self.mean) + self._sd() * own + (self._columns() @ shared.unsqueeze(-1)).squeeze(-1)
-        )
+        own, shared = noise[..., : self.width], noise[..., self.width :]
+        moved: Tensor = self._columns() @ shared.unsqueeze(-1)
+        return self._double(self.mean) + self._sd() * own + moved.squeeze(-1)
 
     def covariance(self) -> Tensor:
         """d² + V Vᵀ."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dubito.amortised.gaussian_conditionals import LayerGaussian, as_one_block, data_term, from_natural
 from dubito.amortised.inference_networks import PseudoObservations
 from dubito.amortised.layer_priors import PriorKind, layer_prior
+from dubito.gaussian_conditionals import LayerGaussian, as_one_block, data_term, from_natural
 
 NaturalTerms = tuple[Tensor, Tensor]
 

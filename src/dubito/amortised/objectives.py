@@ -10,7 +10,8 @@ With D_c a context, D_t targets apart from it, W_s ~ q(W | D_c):
 
 The logarithm of the mean in PP-AVI and NPML is of the joint probability of a task's targets. In NPVI both posteriors
 are conditioned along the same draws. All are sums over a task's points, in nats, so a task with many points weighs
-more; `per_point` divides each task's predictive terms by its targets and its ELBO by the points it is of.
+more; `per_point` divides each task's objective by the number of its points that the objective speaks of (context and
+targets; for NPVI targets alone), which leaves the two terms in proportion.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def pp_avi(
     predictive = _joint_predictive(process, drawn, target, batch_size)
     fit = _summed(process, drawn, context, batch_size).mean(0)
     kl = drawn.kl.mean(0)
-    return _objective(predictive, fit - kl, kl, target.counts, context.counts, per_point)
+    return _objective(predictive, fit - kl, kl, target.counts + context.counts, per_point)
 
 
 def avi(
@@ -142,7 +143,7 @@ def npml(
     drawn = process.infer(context, samples, batch_size=batch_size, generator=generator)
     predictive = _joint_predictive(process, drawn, target, batch_size)
     nothing = torch.zeros_like(predictive)
-    return _objective(predictive, nothing, drawn.kl.mean(0), target.counts, context.counts, per_point)
+    return _objective(predictive, nothing, drawn.kl.mean(0), target.counts, per_point)
 
 
 def npvi(
@@ -162,7 +163,7 @@ def npvi(
     drawn = process.infer(whole, samples, batch_size=batch_size, reference=context, generator=generator)
     kl = drawn.kl.mean(0)
     value = _summed(process, drawn, target, batch_size).mean(0) - kl
-    return _objective(torch.zeros_like(value), value, kl, target.counts, target.counts, per_point)
+    return _objective(torch.zeros_like(value), value, kl, target.counts, per_point)
 
 
 def elbo(
@@ -178,7 +179,7 @@ def elbo(
     drawn = process.infer(data, samples, batch_size=batch_size, generator=generator)
     kl = drawn.kl.mean(0)
     value = _summed(process, drawn, data, batch_size).mean(0) - kl
-    return _objective(torch.zeros_like(value), value, kl, data.counts, data.counts, per_point)
+    return _objective(torch.zeros_like(value), value, kl, data.counts, per_point)
 
 
 OBJECTIVES: Mapping[str, Objective] = MappingProxyType(
@@ -197,11 +198,10 @@ def _check(process: BNNProcess, context: TaskBatch, target: TaskBatch, disjoint:
 
 
 def _objective(
-    predictive: Tensor, bound: Tensor, kl: Tensor, targets: Tensor, points: Tensor, per_point: bool
+    predictive: Tensor, bound: Tensor, kl: Tensor, points: Tensor, per_point: bool
 ) -> ProcessObjective:
     if per_point:
-        predictive = predictive / targets.clamp(min=1)
-        bound = bound / points.clamp(min=1)
+        predictive, bound = (part / points.clamp(min=1) for part in (predictive, bound))
     value = predictive + bound
     return ProcessObjective(-value.mean(), value, predictive, bound, kl)
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dubito.amortised.gaussian_conditionals import LayerGaussian
 from dubito.amortised.linear import accumulated
 from dubito.amortised.tasks import Task, TaskBatch
 from dubito.amortised.weight_samples import WeightSamples
+from dubito.gaussian_conditionals import LayerGaussian
 from dubito.predictive import Predictive
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dubito.amortised.gaussian_conditionals import LayerGaussian
 from dubito.amortised.linear import NaturalTerms, accumulated
 from dubito.amortised.tasks import TaskBatch
+from dubito.gaussian_conditionals import LayerGaussian
 
 if TYPE_CHECKING:
     from dubito.amortised.process import BNNProcess

@@ -3,6 +3,7 @@
 from dubito.weights.diagonal_covariance import DiagonalCovariance
 from dubito.weights.family import CapabilityError, DubitoWarning, Family, WeightPosterior
 from dubito.weights.full_covariance import FullCovariance
+from dubito.weights.global_inducing import GlobalInducingWeights
 from dubito.weights.kronecker import KroneckerCovariance
 from dubito.weights.low_rank_covariance import LowRankCovariance
 from dubito.weights.low_rank_factors import LowRankFactors
@@ -17,6 +18,7 @@ __all__ = [
     "DubitoWarning",
     "Family",
     "FullCovariance",
+    "GlobalInducingWeights",
     "KroneckerCovariance",
     "LowRankCovariance",
     "LowRankFactors",

@@ -9,7 +9,7 @@ dtype of the model: posterior precisions of 1e4 beside priors of 1 leave float32
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -62,6 +62,14 @@ class LayerGaussian(NamedTuple):
         moved = (other.factor.mT @ (self.mean - other.mean).unsqueeze(-1)).squeeze(-1).square().sum(-1)
         per_block = 0.5 * (trace + moved - self.mean.shape[-1]) + self.half_log_det - other.half_log_det
         return per_block.sum(-1)
+
+
+@runtime_checkable
+class LayeredGaussian(Protocol):
+    """A prior that is an independent Gaussian over each layer's weights, biases last in each unit's."""
+
+    def layer_gaussians(self) -> list[LayerGaussian]:
+        """The layers' Gaussians, in order."""
 
 
 def from_natural(precision: Tensor, shift: Tensor, name: str) -> LayerGaussian:

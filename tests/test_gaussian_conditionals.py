@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributions import MultivariateNormal
 
-from dubito.amortised.gaussian_conditionals import (
+from dubito.gaussian_conditionals import (
     LayerGaussian,
     PrecisionError,
     as_one_block,
