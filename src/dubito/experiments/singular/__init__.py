@@ -7,16 +7,22 @@ from types import MappingProxyType
 from dubito.experiments.reproduction import Part, Reproduction
 from dubito.experiments.singular.air_part import run_air
 from dubito.experiments.singular.icu_part import run_icu
+from dubito.experiments.singular.sentiment_part import run_sentiment
 
 SINGULAR = Reproduction(
     "singular",
     "Singular Bayesian neural networks",
     "Weight matrices of low rank with Gaussian factors against seven other ways to know what one does not know: a "
-    "perceptron on deaths in intensive care, an LSTM on Beijing's air, on data that stand in for the paper's.",
+    "perceptron on deaths in intensive care, an LSTM on Beijing's air, a Transformer on sentences about films, on data "
+    "that stand in for the paper's.",
     MappingProxyType(
         {
             "icu": Part("death within 30 days: SUPPORT2, and RHC as the shifted set", run_icu),
             "air": Part("fine dust of the next hour over Beijing", run_air),
+            "sentiment": Part(
+                "sentences about films, a Transformer from scratch; other domains, and raters who differ",
+                run_sentiment,
+            ),
         }
     ),
     seeds=2,

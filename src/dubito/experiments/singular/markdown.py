@@ -1,4 +1,7 @@
-"""The kept rows as Markdown, for the docs: `python -m dubito.experiments.singular.markdown icu|air FOLDER`."""
+"""The kept rows as Markdown, for the docs.
+
+`python -m dubito.experiments.singular.markdown icu|air|sentiment FOLDER` prints them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dubito.experiments.singular import air_part, icu_part
+from dubito.experiments.singular import air_part, icu_part, sentiment_part
 from dubito.experiments.singular.air_study import AirSettings, read_air
 from dubito.experiments.singular.icu_study import IcuSettings, studies, ward_of
 from dubito.report import Table
@@ -29,7 +32,9 @@ def markdown(tables: Sequence[Table], targets: Mapping[str, bool]) -> str:
 def main(part: str, folder: str) -> None:
     """Print what is in the folder's file of a part; the sizes of the data are read anew."""
     rows: list[dict[str, Any]] = json.loads((Path(folder) / f"{part}.json").read_text(encoding="utf-8"))
-    if part == "icu":
+    if part == "sentiment":
+        print(markdown(sentiment_part.tables(rows), sentiment_part.targets(rows)))
+    elif part == "icu":
         settings = IcuSettings()
         wards = {one.variant: ward_of(one.variant, settings.split) for one in studies(settings)}
         sizes = {name: (len(ward.test[0]), len(ward.shifted[0])) for name, ward in wards.items()}
