@@ -64,10 +64,16 @@ def test_only_entries_of_one_row_or_column_correlate():
     assert float(image[apart].abs().max()) < 0.04
     assert float(image[~apart].abs().min()) >= 0.0
     assert float(image[~apart & ~torch.eye(12, dtype=torch.bool)].abs().max()) > 0.2
+    exact = rank_plots.entry_correlations(next(iter(bayes.posteriors())))
+    closed = torch.as_tensor(exact.axes[0].images[0].get_array())
+    assert float(closed[apart].abs().max()) < 1e-7
+    assert torch.allclose(closed, image, atol=0.04)
 
 
 def test_a_covariance_that_is_none_is_refused():
     with pytest.raises(ValueError, match="need"):
         rank_plots.entry_correlations(torch.eye(5), 2, 3)
+    with pytest.raises(ValueError, match="rows="):
+        rank_plots.entry_correlations(torch.eye(6))
     with pytest.raises(ValueError, match="positive"):
         rank_plots.entry_correlations(torch.zeros(6, 6), 2, 3)

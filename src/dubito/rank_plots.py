@@ -14,6 +14,8 @@ from torch import Tensor
 from dubito.certificates.rank_sweep import RankPoint, RankSweep
 from dubito.plots import COLOURS, INK, blank_figure, inked, legend
 from dubito.spectrum import Spectrum
+from dubito.weights.factor_moments import weight_covariance
+from dubito.weights.family import WeightPosterior
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -91,20 +93,32 @@ def bound_against_rank(sweep: RankSweep, title: str = "") -> Figure:
     return inked(figure)
 
 
-def entry_correlations(covariance: Tensor, rows: int, columns: int, title: str = "") -> Figure:
+def entry_correlations(
+    weights: WeightPosterior | Tensor, rows: int | None = None, columns: int | None = None, title: str = ""
+) -> Figure:
     """The correlation matrix of the entries of W, row by row, in closed form (lemma 3.5 of the singular BNN paper).
 
     Entries that share neither row nor column are uncorrelated, exactly: outside the diagonal blocks (same row) only the
     blocks' diagonals (same column) are coloured.
 
     Args:
-        covariance: (mn, mn), of the entries in row-major order: `dubito.weights.factor_moments.weight_covariance`.
-        rows, columns: m and n.
+        weights: the posterior of one factored matrix (`bayes.posterior[…]`), or the covariance (mn, mn) of a matrix's
+            entries in row-major order.
+        rows, columns: m and n; for a covariance.
         title: written above.
 
     Raises:
-        ValueError: a covariance of another size, or with a variance that is not positive and finite.
+        TypeError: a posterior of another family.
+        ValueError: a covariance of another size, or with a variance that is not positive and finite; a matrix of more
+            entries than can be drawn.
     """
+    if isinstance(weights, WeightPosterior):
+        covariance, shape = weight_covariance(weights), weights.slots[0].shape
+        rows, columns = shape[0], shape[1:].numel()
+    elif rows is None or columns is None:
+        raise ValueError("a covariance needs rows= and columns= of the matrix whose entries it is of")
+    else:
+        covariance = weights
     size = rows * columns
     if covariance.shape != (size, size):
         raise ValueError(
