@@ -27,8 +27,8 @@ DISEASE, FIRST_DAY, OWN = "held-out disease", "first day", "MIMIC-III"
 SHARES = (0.7, 0.1, 0.2)  # train, validation, test
 OWN_FOLDER = "mimic-iii"
 
-#: Chosen by validation NLL on the held-out-disease study under seed 100 (`tuning.py`), which is not reported: of nine pairs
-#: for mean field and for low rank, of the first five and two of these for the SVD start and Rank-1.
+#: Chosen by validation NLL on the held-out-disease study under seed 100 (`tuning.py`), which is not reported: of nine
+#: pairs for mean field and for low rank, of the first five and two of these for the SVD start and Rank-1.
 RECIPES: Mapping[str, Recipe] = {
     "mean-field": Recipe(beta=1.0, scale=0.03),
     "low-rank": Recipe(beta=0.1, scale=0.1),

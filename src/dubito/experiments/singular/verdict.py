@@ -129,8 +129,8 @@ def recipes_in_words(recipes: Mapping[str, Recipe], search: str) -> str:
         f"{CONTESTANTS[name].title} {one.beta:g} and {one.scale:g}" for name, one in recipes.items()
     )
     return (
-        "Weight of the KL (1 is the ELBO) and initial spread (of the weights' or factors' own scale), by validation NLL "
-        f"under a seed that is not reported: {chosen}. {search}"
+        "Weight of the KL (1 is the ELBO) and initial spread (of the weights' or factors' own scale), by validation "
+        f"NLL under a seed that is not reported: {chosen}. {search}"
     )
 
 
