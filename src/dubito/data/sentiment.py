@@ -125,8 +125,8 @@ def rated_sentences(source: str, root: str | os.PathLike[str] | None = None) -> 
     if next(rows, (0, []))[1] != _COLUMNS:
         raise ValueError(f"{path} must begin with the columns {', '.join(_COLUMNS)}, separated by tabs")
     for number, row in rows:
-        mean, given, text = _parsed(path, number, row)
-        means.append(mean)
+        stated, given, text = _parsed(path, number, row)
+        means.append(stated)
         ratings.append(given)
         texts.append(text)
     mean = torch.tensor(means, dtype=torch.float64)

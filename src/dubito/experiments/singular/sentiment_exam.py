@@ -240,7 +240,8 @@ def spearman(a: Tensor, b: Tensor) -> float:
 def _ranks(values: Tensor) -> Tensor:
     _, group, count = values.flatten().unique(sorted=True, return_inverse=True, return_counts=True)
     last = count.cumsum(0).double()
-    return (last - (count.double() - 1) / 2)[group]
+    ranks: Tensor = (last - (count.double() - 1) / 2)[group]
+    return ranks
 
 
 def _agreement_on_all(test: Predictive, ambiguous: Predictive, split: SentenceSplit) -> dict[str, float]:

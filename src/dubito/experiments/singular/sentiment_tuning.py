@@ -10,6 +10,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from dubito.experiments.singular.contestants import CONTESTANTS, Contest, Recipe
 from dubito.experiments.singular.sentiment_exam import Material, SentimentSettings
@@ -24,7 +25,7 @@ def search(
 ) -> Iterator[tuple[Recipe, float, float]]:
     """Recipes with their validation NLL and accuracy: one setting after the other, each at the best of those before."""
     best, least = Recipe(beta=BETAS[0], lr=RATES[0], scale=SCALES[0]), math.inf
-    candidates = [
+    candidates: list[dict[str, Any]] = [
         *({"beta": beta} for beta in BETAS if method != "deterministic" or beta == BETAS[0]),
         *({"lr": rate} for rate in RATES[1:]),
         *({"scale": scale} for scale in SCALES[1:] if method != "deterministic"),
