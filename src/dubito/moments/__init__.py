@@ -1,10 +1,12 @@
 """Propagation of means and variances: uncertainty in a single pass, through any module."""
 
 from dubito.moments import rules as _rules  # noqa: F401  (fills the table)
+from dubito.moments.calibration import Calibration, CalibrationError, calibrate
 from dubito.moments.compiled import CompiledPropagation, compiled
 from dubito.moments.coverage import Coverage, report
 from dubito.moments.elementwise import fused
 from dubito.moments.gaussian_tensor import GaussianTensor
+from dubito.moments.head import predictive_from_moments
 from dubito.moments.moments import Context, InvalidMomentsError, Moments, NoRuleError
 from dubito.moments.propagate import gaussian_weights, propagated
 from dubito.moments.registry import rule
@@ -12,6 +14,8 @@ from dubito.moments.rule_sets import RULE_SETS, RuleSet
 
 __all__ = [
     "RULE_SETS",
+    "Calibration",
+    "CalibrationError",
     "CompiledPropagation",
     "Context",
     "Coverage",
@@ -20,9 +24,11 @@ __all__ = [
     "Moments",
     "NoRuleError",
     "RuleSet",
+    "calibrate",
     "compiled",
     "fused",
     "gaussian_weights",
+    "predictive_from_moments",
     "propagated",
     "report",
     "rule",

@@ -15,7 +15,14 @@ from dubito.moments.coverage import tensors_of
 from dubito.moments.elementwise import compiler_found
 from dubito.moments.exported import ExportedNetwork, ExportError, export_network
 from dubito.moments.moments import Calibrator, Context, Moments
-from dubito.moments.propagate import gaussian_weights, predictive_of, propagated, refuse_recurrent, streamed
+from dubito.moments.propagate import (
+    check_calibration,
+    gaussian_weights,
+    predictive_of,
+    propagated,
+    refuse_recurrent,
+    streamed,
+)
 from dubito.moments.rule_sets import RuleSet, rule_set
 from dubito.predictive import Predictive
 from dubito.weights.family import DubitoWarning
@@ -84,7 +91,11 @@ class CompiledPropagation:
 
     def __call__(self, x: Any, head: str = "sampled") -> Predictive:
         """The predictive, as `bayes.propagate(x)`; loaders stream."""
-        return streamed(self._bayes, x, lambda batch: predictive_of(self._bayes, self.moments(batch), head))
+
+        def one(batch: Any) -> Predictive:
+            return predictive_of(self._bayes, self.moments(batch), head, self._calibration)
+
+        return streamed(self._bayes, x, one)
 
 
 def compiled(
@@ -117,7 +128,9 @@ def compiled(
             'backend="inductor" needs a C++ compiler, and none was found: install g++ or clang (or set CXX), or use '
             "bayes.propagate(x), which needs none"
         )
-    return CompiledPropagation(bayes, example, rule_set(rules), calibration, backend)
+    chosen = rule_set(rules)
+    check_calibration(bayes, calibration, chosen)
+    return CompiledPropagation(bayes, example, chosen, calibration, backend)
 
 
 def _traced(network: ExportedNetwork, weights: Mapping[str, Moments], context: Context) -> fx.GraphModule:

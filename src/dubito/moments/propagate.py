@@ -170,12 +170,13 @@ def propagate(
     """See `BayesianModule.propagate`."""
     bayes.require_likelihood()
     chosen = rule_set(rules)
+    check_calibration(bayes, calibration, chosen)
     with bayes._lock, torch.no_grad():
         weights = gaussian_weights(bayes)
 
         def one(batch: Any) -> Predictive:
             moments = propagated(bayes, batch, Context(chosen, calibration), weights)
-            return predictive_of(bayes, moments, head)
+            return predictive_of(bayes, moments, head, calibration)
 
         return streamed(bayes, x, one)
 
@@ -196,6 +197,20 @@ def streamed(bayes: BayesianModule, x: Any, one: Callable[[Any], Predictive]) ->
     return predictive
 
 
-def predictive_of(bayes: BayesianModule, moments: Moments, head: str) -> Predictive:
-    """What the outputs' moments stand for under the likelihood."""
+def check_calibration(bayes: BayesianModule, calibration: Calibrator | None, rules: RuleSet) -> None:
+    """Refuse a calibration that was fitted for another network or rule set."""
+    from dubito.moments.calibration import Calibration
+
+    if isinstance(calibration, Calibration):
+        calibration.check(bayes, rules)
+
+
+def predictive_of(
+    bayes: BayesianModule, moments: Moments, head: str, calibration: Calibrator | None = None
+) -> Predictive:
+    """What the outputs' moments stand for under the likelihood, at the calibration's temperature."""
+    from dubito.moments.calibration import Calibration
+
+    if isinstance(calibration, Calibration):
+        moments = calibration.finish(moments)
     return predictive_from_moments(bayes.require_likelihood(), moments.mean, moments.variance, head=head)
