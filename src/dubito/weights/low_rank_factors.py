@@ -46,6 +46,7 @@ from dubito.weights.factor_initialization import (
 )
 from dubito.weights.family import CapabilityError, Components, Family, Group, Noise, WeightPosterior
 from dubito.weights.gaussian_entries import Pending, draw_with_kl, moments_with_kl, spread_of_sd
+from dubito.weights.gaussian_weights import FactoredMoments, Moments
 from dubito.weights.mean_field import MeanField
 from dubito.weights.slots import Slot
 
@@ -251,6 +252,13 @@ class LowRankFactorsPosterior(WeightPosterior):
         left, right = left.square(), right.square()
         value = multiply(left + left_variance, right_variance) + multiply(left_variance, right)
         return {self.slot.name: value.reshape(self.slot.shape)}
+
+    def gaussian_weights(self) -> dict[str, Moments]:
+        """Both factors' moments: two bilinear steps where an operator has a rule for them."""
+        if self.blocks > 1:
+            return super().gaussian_weights()
+        left, right = Moments(*self.moments("left")), Moments(*self.moments("right"))
+        return {self.slot.name: FactoredMoments(left, right, self.slot.shape)}
 
     def mean_weights(self) -> dict[str, Tensor]:
         """The product of the factors' means, kept as factors."""
