@@ -24,8 +24,8 @@ _MOVES = (
     "unflatten ravel expand expand_as broadcast_to contiguous select narrow unbind index_select gather take_along_dim "
     "take repeat repeat_interleave tile flip fliplr flipud roll rot90 diagonal diag_embed tril triu unfold as_strided "
     "masked_select detach data alias _unsafe_view view_copy slice index hsplit vsplit dsplit channel_shuffle "
-    "pixel_shuffle pixel_unshuffle native_channel_shuffle im2col lift_fresh lift_fresh_copy _reshape_alias atleast_1d atleast_2d "
-    "atleast_3d split_copy select_copy slice_copy squeeze_copy unsqueeze_copy permute_copy expand_copy cpu cuda "
+    "pixel_shuffle pixel_unshuffle native_channel_shuffle im2col lift_fresh lift_fresh_copy _reshape_alias atleast_1d "
+    "atleast_2d atleast_3d split_copy select_copy slice_copy squeeze_copy unsqueeze_copy permute_copy expand_copy cpu cuda "
     "pin_memory diag"
 )
 
