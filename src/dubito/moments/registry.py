@@ -259,6 +259,7 @@ def apply(context: Context, function: Any, args: tuple[Any, ...], kwargs: dict[s
         NoRuleError: where there is no rule.
     """
     found = resolve(function)
+    kwargs = {k: v for k, v in kwargs.items() if k != "inplace"}  # a write is the front end's
     randoms = randoms_in((*args, *kwargs.values()))
     elementwise = works_entry_by_entry(function)
     if elementwise and (found is None or len(randoms) > 1) and share_a_base(randoms):

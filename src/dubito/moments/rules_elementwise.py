@@ -33,9 +33,7 @@ def _elementwise(
 
     def rule(context: Context, function: Any, input: Any, *args: Any, **kwargs: Any) -> Moments:
         if context.rules.activation == "delta":
-            whole = as_function(
-                out_of_place(function), (input, *args), {k: v for k, v in kwargs.items() if k != "inplace"}
-            )
+            whole = as_function(out_of_place(function), (input, *args), kwargs)
             return Moments(*delta_moments(whole, input.mean, input.variance))
         given = dict(zip(options, args, strict=False)) | kwargs
         given = {k: v for k, v in given.items() if k in options and k != "_"}
