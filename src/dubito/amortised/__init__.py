@@ -1,7 +1,7 @@
 """Bayesian neural network processes: a prior over weights learned from many data sets, and amortised inference."""
 
 from dubito.amortised.exported import LearnedWeightPrior, ProcessNetwork
-from dubito.amortised.fitting import ProcessFitResult, fit_process
+from dubito.amortised.fitting import ProcessFitConfig, ProcessFitResult, fit_process
 from dubito.amortised.linear import AmortisedLinear
 from dubito.amortised.posterior import Evidence, ImportanceSamplingError, ProcessPosterior
 from dubito.amortised.process import BNNProcess
@@ -16,6 +16,7 @@ __all__ = [
     "ImportanceSamplingError",
     "LearnedWeightPrior",
     "PrecisionError",
+    "ProcessFitConfig",
     "ProcessFitResult",
     "ProcessNetwork",
     "ProcessPosterior",

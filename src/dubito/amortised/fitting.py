@@ -6,9 +6,9 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -48,34 +48,11 @@ class ProcessFitResult:
     seconds: float = 0.0
 
 
-def fit_process(
-    process: BNNProcess,
-    tasks: Sequence[Task] | TaskSource,
-    *,
-    objective: str | Objective = "pp-avi",
-    steps: int = 2000,
-    tasks_per_step: int = 8,
-    samples: int = 8,
-    context: tuple[float, float] = (0.1, 0.5),
-    batch_size: int | None = None,
-    per_point: bool = True,
-    lr: float = 5e-3,
-    final_lr: float = 5e-5,
-    weight_decay: float = 0.0,
-    clip: float | None = 10.0,
-    validation: Sequence[Task] | None = None,
-    validate_every: int = 200,
-    seed: int = 0,
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    say: Callable[[str], None] | None = None,
-) -> ProcessFitResult:
-    """Train a process in place: its prior, its inference networks and its noise.
+@dataclass(frozen=True)
+class ProcessFitConfig:
+    """Settings of `fit_process`.
 
-    On a CPU one thread is fastest: the matrices are many and small (`torch.set_num_threads(1)`).
-
-    Args:
-        process: the process.
-        tasks: a list of `(x, y)`, drawn from without replacement epoch by epoch, or a source of fresh ones.
+    Attributes:
         objective: "pp-avi", "avi", "npml", "npvi", or a function like those of `dubito.amortised.objectives`.
         steps: optimiser steps.
         tasks_per_step: tasks in each.
@@ -87,34 +64,101 @@ def fit_process(
         final_lr: at the end.
         weight_decay: decoupled (AdamW), on the inference networks only.
         clip: largest norm of the gradient (None: any).
-        validation: tasks; the weights kept are those of the best mean log predictive density of their targets.
         validate_every: steps between validations.
         seed: of everything random.
+    """
+
+    objective: str | Objective = "pp-avi"
+    steps: int = 2000
+    tasks_per_step: int = 8
+    samples: int = 8
+    context: tuple[float, float] = (0.1, 0.5)
+    batch_size: int | None = None
+    per_point: bool = True
+    lr: float = 5e-3
+    final_lr: float = 5e-5
+    weight_decay: float = 0.0
+    clip: float | None = 10.0
+    validate_every: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tasks_per_step", "samples", "validate_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be at least 1")
+        if not 0 < self.final_lr <= self.lr:
+            raise ValueError(f"lr={self.lr!r} and final_lr={self.final_lr!r}: 0 < final_lr <= lr is wanted")
+        if not callable(self.objective) and self.objective not in OBJECTIVES:
+            raise ValueError(
+                f"objective={self.objective!r} must be one of {', '.join(map(repr, OBJECTIVES))}, or a function"
+            )
+
+    def rate(self, step: int) -> float:
+        """The learning rate after `step` steps, as a share of `lr`."""
+        ratio = self.final_lr / self.lr
+        return ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.steps)))
+
+
+class ProcessFitOptions(TypedDict, total=False):
+    """The fields of `ProcessFitConfig`, as keywords."""
+
+    objective: str | Objective
+    steps: int
+    tasks_per_step: int
+    samples: int
+    context: tuple[float, float]
+    batch_size: int | None
+    per_point: bool
+    lr: float
+    final_lr: float
+    weight_decay: float
+    clip: float | None
+    validate_every: int
+    seed: int
+
+
+def fit_process(
+    process: BNNProcess,
+    tasks: Sequence[Task] | TaskSource,
+    validation: Sequence[Task] | None = None,
+    *,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    config: ProcessFitConfig | None = None,
+    say: Callable[[str], None] | None = None,
+    **options: Unpack[ProcessFitOptions],
+) -> ProcessFitResult:
+    """Train a process in place: its prior, its inference networks and its noise.
+
+    On a CPU one thread is fastest: the matrices are many and small (`torch.set_num_threads(1)`).
+
+    Args:
+        process: the process.
+        tasks: a list of `(x, y)`, drawn from without replacement epoch by epoch, or a source of fresh ones.
+        validation: tasks; the weights kept are those of the best mean log predictive density of their targets.
         optimizer: makes another optimiser from the parameters; its learning rate follows the same cosine.
+        config: a `ProcessFitConfig`.
         say: called with lines of progress.
+        options: any field of `ProcessFitConfig`, which see; they win over `config`.
 
     Raises:
-        ValueError: an empty task list, faulty tasks (named by index), unknown objective, steps below 1.
+        TypeError: an unknown option.
+        ValueError: an empty task list, faulty tasks (named by index), settings outside what there is.
         NonFiniteError: a loss or a gradient that is NaN or infinite, or a posterior precision that is not positive
             definite; the process is back at its last good weights.
     """
-    fitting = _Fitting(process, _source(process, tasks), _objective(objective), seed)
-    if steps < 1 or tasks_per_step < 1 or samples < 1:
-        raise ValueError(
-            f"steps={steps}, tasks_per_step={tasks_per_step} and samples={samples} must be at least 1"
-        )
-    made = optimizer(process.parameters()) if optimizer else _adam(process, lr, weight_decay)
-    ratio = final_lr / lr
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        made, lambda step: ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+    settings = replace(config if config is not None else ProcessFitConfig(), **options)
+    fitting = _Fitting(process, _source(process, tasks), settings)
+    made = (
+        optimizer(process.parameters()) if optimizer else _adam(process, settings.lr, settings.weight_decay)
     )
-    check = None if validation is None else _Validation(process, validation, context, seed)
+    schedule = torch.optim.lr_scheduler.LambdaLR(made, settings.rate)
+    check = None if validation is None else _Validation(process, validation, settings.context, settings.seed)
     result, started = ProcessFitResult(), time.perf_counter()
-    options: dict[str, Any] = {"batch_size": batch_size, "per_point": per_point, "samples": samples}
+    steps = settings.steps
     for step in range(1, steps + 1):
-        fitting.step(made, tasks_per_step, context, clip, options, step)
+        fitting.step(made, step)
         schedule.step()
-        if check is not None and (step % validate_every == 0 or step == steps):
+        if check is not None and (step % settings.validate_every == 0 or step == steps):
             result.validation.append((step, check(step)))
         if say is not None and (step % max(1, steps // 10) == 0 or step == steps):
             recent = torch.stack(fitting.losses[-50:]).mean()
@@ -128,48 +172,43 @@ def fit_process(
 class _Fitting:
     """One training: where it stands, and what to fall back on."""
 
-    def __init__(self, process: BNNProcess, source: TaskSource, objective: Objective, seed: int) -> None:
-        self.process, self.source, self.objective = process, source, objective
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self, process: BNNProcess, source: TaskSource, settings: ProcessFitConfig) -> None:
+        self.process, self.source, self.settings = process, source, settings
+        stated = settings.objective
+        self.objective: Objective = stated if callable(stated) else OBJECTIVES[stated]
+        self.options: dict[str, Any] = {
+            "samples": settings.samples,
+            "batch_size": settings.batch_size,
+            "per_point": settings.per_point,
+            "disjoint": False,  # split here: they cannot but be
+        }
+        self.generator = torch.Generator().manual_seed(settings.seed)
         device = process.layers[0].prior.mean.free.device
-        self.noise = torch.Generator(device).manual_seed(seed + 1)
+        self.noise = torch.Generator(device).manual_seed(settings.seed + 1)
         self.losses: list[Tensor] = []
         self.good = copy.deepcopy(process.state_dict())
 
-    def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        count: int,
-        context: tuple[float, float],
-        clip: float | None,
-        options: dict[str, Any],
-        step: int,
-    ) -> None:
-        batch = gather_tasks(
-            self.source(count, self.generator), self.process.dim_x, self.process.dim_y, self.process.labels
-        )
-        given, target = split_context(batch, context, self.generator)
+    def step(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        process, clip = self.process, self.settings.clip
+        tasks = self.source(self.settings.tasks_per_step, self.generator)
+        batch = gather_tasks(tasks, process.dim_x, process.dim_y, process.labels)
+        given, target = split_context(batch, self.settings.context, self.generator)
         device = self.noise.device
         optimizer.zero_grad()
         try:
             value: ProcessObjective = self.objective(
-                self.process,
-                given.to(device),
-                target.to(device),
-                generator=self.noise,
-                disjoint=False,
-                **options,
+                process, given.to(device), target.to(device), generator=self.noise, **self.options
             )
         except PrecisionError as error:
             self._fall_back(step, str(error), error)
         value.loss.backward()  # type: ignore[no-untyped-call]
-        parameters = [p for p in self.process.parameters() if p.grad is not None]
+        parameters = [p for p in process.parameters() if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip)
         if not bool((value.loss + norm).isfinite()):
             text = f"the loss is {float(value.loss.detach()):g} and its gradient's norm {float(norm):g}"
             self._fall_back(step, f"{text}: lower the learning rate, or standardise the tasks", None)
         if step % _KEPT_EVERY == 0:
-            self.good = copy.deepcopy(self.process.state_dict())
+            self.good = copy.deepcopy(process.state_dict())
         optimizer.step()
         self.losses.append(value.loss.detach())
 
@@ -221,16 +260,6 @@ def predictive_density(
     drawn = process.infer(context, samples, generator=generator)
     scores = process.log_likelihood(drawn.weights, target).logsumexp(0) - math.log(samples)
     return (scores * target.mask).sum() / target.mask.sum()
-
-
-def _objective(objective: str | Objective) -> Objective:
-    if callable(objective):
-        return objective
-    if objective not in OBJECTIVES:
-        raise ValueError(
-            f"objective={objective!r} must be one of {', '.join(map(repr, OBJECTIVES))}, or a function"
-        )
-    return OBJECTIVES[objective]
 
 
 def _source(process: BNNProcess, tasks: Sequence[Task] | TaskSource) -> TaskSource:
