@@ -296,6 +296,18 @@ def test_gradient_passes(head: str, likelihood: dubito.Likelihood) -> None:
     assert torch.autograd.gradcheck(probs, (mean, variance))
 
 
+@pytest.mark.parametrize("likelihood", [dubito.Categorical(), dubito.Bernoulli()])
+def test_gradient_is_finite_without_variance(likelihood: dubito.Likelihood) -> None:
+    mean = torch.randn(4, 3, requires_grad=True)
+    variance = torch.zeros(4, 3, requires_grad=True)
+    found = predictive_from_moments(likelihood, mean, variance)
+    (found.entropy.sum() + found.probs.square().sum()).backward()
+    assert mean.grad is not None
+    assert variance.grad is not None
+    assert bool(mean.grad.isfinite().all())
+    assert bool(variance.grad.isfinite().all())
+
+
 # ------------------------------------------------------------------------------------------ what is refused
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dubito
 from dubito import IVON, fit
@@ -97,3 +99,40 @@ def test_random_weights_are_not_drawn_twice() -> None:
     for optimizer in (ivon, ivon(bayes.parameters())):
         with pytest.raises(ValueError, match="from_ivon"):
             fit(bayes, batches(), optimizer=optimizer, epochs=1, progress=False)
+
+
+def work(folder: Path) -> None:
+    rank = torch.distributed.get_rank()
+    net, made, seen = network(), [], []
+
+    def make(groups: Any) -> IVON:
+        made.append(ivon(groups))
+        return made[0]
+
+    def look(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        if torch.is_grad_enabled():  # not fit's trial
+            seen.append(weights(module).clone())
+
+    net.register_forward_pre_hook(look)
+    x, y = (torch.cat(parts) for parts in zip(*batches(), strict=True))
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    fit(net, loader, likelihood=dubito.Categorical(), optimizer=make, epochs=2, progress=False, clip_norm=1.0)
+    curvature = [made[0].state[p]["hessian"] for p in net.parameters()]
+    torch.save((weights(net), curvature, seen), folder / f"{rank}.pt")
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
+def test_two_processes(tmp_path: Path) -> None:
+    from accelerate.launchers import debug_launcher
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        debug_launcher(work, args=(tmp_path,), num_processes=2)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+    assert len(first[2]) == len(second[2]) == 6
+    assert not any(torch.equal(a, b) for a, b in zip(first[2], second[2], strict=True))

@@ -27,6 +27,7 @@ from torch import Tensor
 from dubito import targets
 from dubito.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from dubito.moments.activation_moments import sigmoid_moments
+from dubito.moments.normal_functions import safe_sd
 from dubito.moments.quadrature_moments import gauss_hermite
 from dubito.moments.sampled_logits import (
     SAMPLES,
@@ -279,7 +280,7 @@ def _log_variance(probs: Tensor, variance: Tensor, covariance: LogitCovariance |
 
 
 def _expectation(function: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor) -> Tensor:
-    sd = variance.sqrt()
+    sd = safe_sd(variance)
     total = torch.zeros_like(mean)
     for point, weight in gauss_hermite(_NODES):
         total = total + weight * function(mean + point * sd)

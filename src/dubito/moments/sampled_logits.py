@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dubito.moments.normal_functions import safe_sd
 from dubito.scalar_checks import count
 
 SAMPLES = 256
@@ -84,13 +85,13 @@ def sampled_logits(
     lead = (samples,) + (1,) * (mean.ndim - 1)
     if covariance is None:
         z = fixed_normals(samples, classes, mean).reshape(*lead, classes)
-        return mean + variance.sqrt() * z
+        return mean + safe_sd(variance) * z
     if isinstance(covariance, LowRankLogits):
         factor, diagonal = covariance
         rank = factor.shape[-1]
         z = fixed_normals(samples, rank + classes, mean)
         shared = torch.einsum("...cr,sr->s...c", factor, z[:, :rank])
-        return mean + shared + diagonal.sqrt() * z[:, rank:].reshape(*lead, classes)
+        return mean + shared + safe_sd(diagonal) * z[:, rank:].reshape(*lead, classes)
     z = fixed_normals(samples, classes, mean)
     return mean + torch.einsum("...cd,sd->s...c", square_root(covariance), z)
 
