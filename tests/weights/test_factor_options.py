@@ -290,7 +290,7 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
         dubito.bayesianize(nn.Linear(4, 7), LowRankFactors(1, init="random", blocks=2))
     with pytest.raises(ValueError, match="are not outputs"):
         dubito.bayesianize(nn.Embedding(8, 4), LowRankFactors(1, init="random", blocks=2))
-    with pytest.raises(ValueError, match="no query, key or value projection"):
+    with pytest.warns(dubito.DubitoWarning, match="knows the heads of nn.MultiheadAttention alone"):
         dubito.bayesianize(nn.Linear(4, 8), {"weight": LowRankFactors(1, init="random", blocks="heads")})
     with pytest.raises(ValueError, match="of one block"):
         dubito.bayesianize(nn.Linear(4, 8), {"weight": LowRankFactors(3, init="random", blocks=4)})

@@ -54,20 +54,14 @@ def check_rank(rank: Rank, init: Init, energy: float) -> None:
         raise ValueError(f"energy={energy!r} must be a fraction in (0, 1], such as 0.9")
 
 
-def block_count(slot: Slot, blocks: Blocks, alone: bool) -> int:
+def block_count(slot: Slot, blocks: Blocks) -> int:
     """h for one parameter.
 
     Raises:
-        ValueError: where rows are no outputs or cannot be split so, or heads are asked of what has none.
+        ValueError: where rows are no outputs or cannot be split so.
     """
     if blocks == "heads":
-        count = _heads(slot)
-        if count is None and alone:
-            raise ValueError(
-                f'blocks="heads": {slot.name!r} is no query, key or value projection of an nn.MultiheadAttention; give '
-                "the number of heads, such as blocks=4"
-            )
-        return count or 1
+        return heads_of(slot) or 1
     if blocks == 1:
         return 1
     if inputs_first(slot):
@@ -83,7 +77,8 @@ def block_count(slot: Slot, blocks: Blocks, alone: bool) -> int:
     return blocks
 
 
-def _heads(slot: Slot) -> int | None:
+def heads_of(slot: Slot) -> int | None:
+    """Into how many heads the rows fall: of query, key and value projections of `nn.MultiheadAttention`, else None."""
     owner = slot.owner
     if not isinstance(owner, nn.MultiheadAttention) or len(slot.shape) != 2:
         return None

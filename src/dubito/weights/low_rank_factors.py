@@ -41,6 +41,7 @@ from dubito.weights.factor_initialization import (
     adapted_rank,
     block_count,
     check_rank,
+    heads_of,
     initial_factors,
     matrix_shape,
 )
@@ -145,7 +146,7 @@ class LowRankFactors(Family):
     def attach(self, group: Group) -> LowRankFactorsPosterior:
         """The posterior of one weight matrix."""
         (slot,) = group.slots
-        blocks = block_count(slot, self.blocks, group.alone)
+        blocks = block_count(slot, self.blocks)
         rows, columns = matrix_shape(slot)
         rows //= blocks
         if isinstance(self.rank, int) and self.rank > min(rows, columns) and group.alone:
@@ -186,6 +187,11 @@ class LowRankFactorsPosterior(WeightPosterior):
         self.family, self.blocks = family, blocks
         self.law: FactorLaw = family.distribution
         self.rank, self.notes = adapted_rank(slot, family.rank, blocks, family.energy)
+        if group.alone and family.blocks == "heads" and heads_of(slot) is None:
+            self.notes.append(
+                f'{slot.name}: blocks="heads" knows the heads of nn.MultiheadAttention alone, so this is one block; '
+                "give their number, such as blocks=4"
+            )
         left, right, entry_variance = initial_factors(slot, self.rank, family.init, blocks, family.damping)
         self.fixed_row = _padding_row(slot)
         if self.fixed_row is not None and family.init != "svd":
