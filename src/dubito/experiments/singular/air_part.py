@@ -37,8 +37,8 @@ from dubito.report import Table
 
 SEARCH = (
     "For full-rank mean field and low-rank factors they are the best of the same four pairs after three epochs "
-    "(spreads 0.03, 0.1 and 0.3 at a weight of 0.1, about the paper's 0.09, and 0.03 at 0.3); the SVD start and Rank-1 take "
-    "the factors'; SWAG's learning rate was not searched."
+    "(spreads 0.03, 0.1 and 0.3 at a weight of 0.1, about the paper's 0.09, and 0.03 at 0.3); the SVD start and Rank-1 "
+    "take the factors'; SWAG's learning rate was not searched."
 )
 _WORDS = {
     SEASON: "weather of another season",

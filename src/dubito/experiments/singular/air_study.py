@@ -30,7 +30,7 @@ SEASON, SHUFFLED, CITY = "season", "shuffled", "guangzhou"
 COVERAGES = (1.0, 0.9, 0.8)
 
 #: Chosen by validation NLL after three epochs under seed 100, which is not reported, of four pairs for mean field and
-#: for low rank (initial scales 0.03, 0.1 and 0.3 at beta 0.1, and 0.03 at 0.3); the SVD start and Rank-1 take the factors'.
+#: for low rank (initial scales 0.03, 0.1 and 0.3 at beta 0.1, and 0.03 at 0.3); SVD start and Rank-1 take the factors'.
 RECIPES: Mapping[str, Recipe] = {
     "mean-field": Recipe(beta=0.1, scale=0.03),
     "low-rank": Recipe(beta=0.1, scale=0.1),
