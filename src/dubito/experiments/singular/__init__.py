@@ -12,7 +12,7 @@ from dubito.experiments.singular.sentiment_part import run_sentiment
 SINGULAR = Reproduction(
     "singular",
     "Singular Bayesian neural networks",
-    "Weight matrices of low rank with Gaussian factors against seven other ways to know what one does not know: a "
+    "Weight matrices of low rank with Gaussian factors, from scratch and from an SVD, beside the paper's baselines: a "
     "perceptron on deaths in intensive care, an LSTM on Beijing's air, a Transformer on sentences about films, on data "
     "that stand in for the paper's.",
     MappingProxyType(
