@@ -75,6 +75,7 @@ def work(rank: int, folder: Path) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_posterior_and_no_noise(tmp_path: Path) -> None:
     mp.spawn(work, args=(tmp_path,), nprocs=2)
     (first, refused), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
