@@ -77,17 +77,14 @@ class Encoder(nn.Module):
 
 
 def transformer(family: str) -> dubito.BayesianModule:
-    """The encoder under one of the two families; normalisation stays as it is."""
+    """The encoder under one of the two families; biases, positions and normalisation stay ordinary parameters."""
     chosen: dubito.Family = factors(RANK) if family == "factors" else dubito.MeanField()
     head = factors(1) if family == "factors" else chosen
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dubito.DubitoWarning)
-        return dubito.bayesianize(
-            Encoder(),
-            {nn.LayerNorm: dubito.Point(), "*.bias": dubito.Point(), "positions": dubito.Point(),
-             "head.weight": head, "rest": chosen},
-            likelihood=dubito.Categorical(),
-        )  # fmt: skip
+        matrices = ("tokens.weight", "layers.*.self_attn.*weight", "layers.*.linear?.weight")
+        families = {"head.weight": head, **dict.fromkeys(matrices, chosen)}
+        return dubito.bayesianize(Encoder(), families, likelihood=dubito.Categorical())
 
 
 def transformer_step(family: str) -> Call:
