@@ -19,10 +19,10 @@ from dubito.moments.normal_functions import (
     FARTHEST,
     SQRT_HALF,
     chaos_variance,
+    density_and_cdf,
     hermite,
     mixture_derivatives,
     normal_cdf,
-    normal_density,
     safe_sd,
     side_of,
     sigmoid_mixture,
@@ -67,7 +67,7 @@ def _erf_gelu(mean: Tensor, variance: Tensor, terms: int = GELU_TERMS) -> Moment
     c = torch.reciprocal(1.0 + variance)
     root = c.sqrt()
     h = (mean * root).clamp(-FARTHEST, FARTHEST)
-    density, above = normal_density(h), normal_cdf(h)
+    density, above = density_and_cdf(h)
     tau = variance * c
     # M_k = (-1)^k phi s^(1-k) (He_(k-2) - c He_k) for k ≥ 2, and M_1 = Phi + c h phi; Horner in tau = v / (1 + v).
     polynomials = hermite(h, terms)

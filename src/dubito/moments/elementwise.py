@@ -17,6 +17,8 @@ from typing import Any, Concatenate, ParamSpec
 import torch
 from torch import Tensor
 
+from dubito.moments.normal_functions import recorded
+
 Moments = tuple[Tensor, Tensor]
 P = ParamSpec("P")
 Rule = Callable[Concatenate[Tensor, Tensor, P], Moments]
@@ -70,32 +72,28 @@ def is_fused() -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(kernel: Callable[..., Moments], options: tuple[tuple[str, Any], ...], backend: str) -> Any:
-    return torch.compile(functools.partial(kernel, **dict(options)), backend=backend, dynamic=True)
-
-
-def _traced(*tensors: Tensor) -> bool:
-    """Whether something already records these operators (compile, export, vmap, a dispatch mode)."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
-    )
+    # Not dynamic=True, which makes inputs of the constants too: only the length is marked.
+    return torch.compile(functools.partial(kernel, **dict(options)), backend=backend)
 
 
 def _run(kernel: Callable[..., Moments], mean: Tensor, variance: Tensor, options: dict[str, Any]) -> Moments:
-    if _backend is None or _traced(mean, variance) or any(isinstance(o, Tensor) for o in options.values()):
+    eager = _backend is None or mean.numel() < 2 or recorded(mean, variance)
+    if eager or any(isinstance(o, Tensor) for o in options.values()):
         return kernel(mean, variance, **options)
+    assert _backend is not None
     run = _compiled(kernel, tuple(sorted(options.items())), _backend)
     # One flat dimension of any size: one graph serves every shape.
-    out_mean, out_variance = run(mean.reshape(-1), variance.reshape(-1))
+    flat = mean.reshape(-1), variance.reshape(-1)
+    for tensor in flat:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    out_mean, out_variance = run(*flat)
     return out_mean.view(mean.shape), out_variance.view(mean.shape)
 
 
 def elementwise(kernel: Rule[P]) -> Rule[P]:
     """Make a kernel on tensors of one shape and of full precision into a rule for any two that broadcast."""
 
-    @functools.wraps(kernel)
-    def rule(mean: Tensor, variance: Tensor, *args: P.args, **kwargs: P.kwargs) -> Moments:
+    def rule(mean: Tensor, variance: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> Moments:
         if mean.shape != variance.shape:
             mean, variance = torch.broadcast_tensors(mean, variance)
         options = dict(zip(_option_names(kernel), args, strict=False)) | kwargs
@@ -105,6 +103,7 @@ def elementwise(kernel: Rule[P]) -> Rule[P]:
             return out[0].to(dtype), out[1].to(dtype)
         return _run(kernel, mean, variance, options)
 
+    functools.update_wrapper(rule, kernel)
     return rule
 
 

@@ -75,13 +75,14 @@ def avg_pool_moments(
     Padding, `ceil_mode`, `count_include_pad` and `divisor_override` are honoured: the weight and the count of each
     window are read off pools of ones.
     """
-    pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dims - 1]
+    pool: Any = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[dims - 1]
     names = ("stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
     options = dict(zip(names, args, strict=False)) | options
     sds = safe_sd(variance) if _correlates(rho) else None
 
     def run(x: Tensor) -> Tensor:
-        return pool(x, kernel_size, **options)
+        out: Tensor = pool(x, kernel_size, **options)
+        return out
 
     # All weights of a window are equal, w, so sum w² v = w · pool(v).
     common = None if sds is None else run(sds).square()
@@ -100,7 +101,7 @@ def _window_weight(x: Tensor, kernel_size: Size, options: dict[str, Any], dims: 
         }
         weight = _window_weight(ones.unsqueeze(-1), (_tuple(kernel_size, 1)[0], 1), as_2d, 2).squeeze(-1)
     else:
-        pool = F.avg_pool2d if dims == 2 else F.avg_pool3d
+        pool: Any = F.avg_pool2d if dims == 2 else F.avg_pool3d
         counts = pool(ones, kernel_size, **(options | {"divisor_override": 1}))
         weight = pool(ones, kernel_size, **options) / counts.clamp_min(1.0)
     return weight.view(weight.shape[-dims:])

@@ -65,5 +65,5 @@ def delta_moments(function: Elementwise, mean: Tensor, variance: Tensor) -> Mome
     """
     if mean.shape != variance.shape:
         mean, variance = torch.broadcast_tensors(mean, variance)
-    out, slope = torch.func.jvp(function, (mean,), (torch.ones_like(mean),))
+    out, slope = torch.func.jvp(function, (mean,), (torch.ones_like(mean),))[:2]
     return out, slope.square() * variance
