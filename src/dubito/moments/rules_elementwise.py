@@ -13,7 +13,7 @@ from dubito.moments import activation_moments as activations
 from dubito.moments import function_moments as functions
 from dubito.moments.composition import as_function, out_of_place
 from dubito.moments.moments import Context, Moments
-from dubito.moments.operands import full_precision, mean_of
+from dubito.moments.operands import full_precision, in_pieces, mean_of
 from dubito.moments.quadrature_moments import delta_moments
 from dubito.moments.registry import Exactness, register
 
@@ -37,7 +37,7 @@ def _elementwise(
             return Moments(*delta_moments(whole, input.mean, input.variance))
         given = dict(zip(options, args, strict=False)) | kwargs
         given = {k: v for k, v in given.items() if k in options and k != "_"}
-        return full_precision(formula, input, **given)
+        return full_precision(in_pieces(formula, **given), input)
 
     found = names.split()
     keys: list[Any] = [*found, *(getattr(F, n) for n in found if hasattr(F, n))]
