@@ -280,7 +280,12 @@ class BayesianModule(nn.Module):
         )
 
     def propagate(
-        self, x: Any, calibration: Any = None, rules: Any = "cvp", head: str = "sampled"
+        self,
+        x: Any,
+        calibration: Any = None,
+        rules: Any = "cvp",
+        head: str = "sampled",
+        covariance: Any = None,
     ) -> Predictive:
         """The predictive distribution by one pass that carries means and variances (`dubito.moments`).
 
@@ -292,14 +297,17 @@ class BayesianModule(nn.Module):
             calibration: made by `dubito.moments.calibrate`, or None.
             rules: "cvp", "cvp-paper" (exactly the paper's), "streamlining" (first order), or a `RuleSet`.
             head: how the logits' moments become probabilities (`dubito.moments.head`).
+            covariance: a `dubito.moments.LogitCovariance`, with the calibration it was fitted on; None takes logits
+                as independent.
 
         Raises:
             NoRuleError: an operator without a rule; `dubito.moments.report` finds them beforehand.
-            ValueError: no likelihood, an unknown rule set or head, or an empty loader.
+            ValueError: no likelihood, an unknown rule set or head, an empty loader, or a calibration or covariance that
+                was fitted for something else.
         """
         from dubito.moments.propagate import propagate
 
-        return propagate(self, x, calibration=calibration, rules=rules, head=head)
+        return propagate(self, x, calibration=calibration, rules=rules, head=head, covariance=covariance)
 
     def sample(self, generator: torch.Generator | None = None) -> nn.Module:
         """One draw as an ordinary, frozen module in eval mode: a consistent function of its input.

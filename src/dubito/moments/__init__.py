@@ -7,6 +7,7 @@ from dubito.moments.coverage import Coverage, report
 from dubito.moments.elementwise import fused
 from dubito.moments.gaussian_tensor import GaussianTensor
 from dubito.moments.head import predictive_from_moments
+from dubito.moments.logit_covariance import LogitCovariance
 from dubito.moments.moments import Context, InvalidMomentsError, Moments, NoRuleError
 from dubito.moments.propagate import gaussian_weights, propagated
 from dubito.moments.registry import rule
@@ -21,6 +22,7 @@ __all__ = [
     "Coverage",
     "GaussianTensor",
     "InvalidMomentsError",
+    "LogitCovariance",
     "Moments",
     "NoRuleError",
     "RuleSet",

@@ -20,6 +20,7 @@ from dubito.weights.family import CapabilityError
 
 if TYPE_CHECKING:
     from dubito.bayesian import BayesianModule
+    from dubito.moments.logit_covariance import LogitCovariance
 
 
 def gaussian_weights(bayes: BayesianModule) -> dict[str, Moments]:
@@ -166,16 +167,21 @@ def propagate(
     calibration: Calibrator | None = None,
     rules: str | RuleSet = "cvp",
     head: str = "sampled",
+    covariance: LogitCovariance | None = None,
 ) -> Predictive:
     """See `BayesianModule.propagate`."""
     bayes.require_likelihood()
     chosen = rule_set(rules)
     check_calibration(bayes, calibration, chosen)
+    if covariance is not None:
+        covariance.check(bayes, chosen.name, calibration)
     with bayes._lock, torch.no_grad():
         weights = gaussian_weights(bayes)
 
         def one(batch: Any) -> Predictive:
             moments = propagated(bayes, batch, Context(chosen, calibration), weights)
+            if covariance is not None:
+                return covariance.predictive(bayes, moments, head)
             return predictive_of(bayes, moments, head, calibration)
 
         return streamed(bayes, x, one)
