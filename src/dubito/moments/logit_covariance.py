@@ -110,7 +110,7 @@ class LogitCovariance:
 
     def of(self, moments: Moments) -> tuple[Tensor, Tensor]:
         """Mean (…, C) and covariance (…, C, C) of the logits, from propagated moments."""
-        place = {"dtype": moments.mean.dtype, "device": moments.mean.device}
+        place: dict[str, Any] = {"dtype": moments.mean.dtype, "device": moments.mean.device}
         gain = _summaries(moments) @ self.coefficients.to(**place)
         sd = (moments.variance * (gain.exp() * self.scale).unsqueeze(-1)).clamp_min(
             0
