@@ -1,6 +1,7 @@
 """dubito: Bayesian deep learning in PyTorch. Any module, called with random weights."""
 
-from dubito import certificates, last_layer, mup, objectives, theory
+from dubito import certificates, last_layer, moments, mup, objectives, theory
+from dubito.amortised import BNNProcess, fit_process
 from dubito.bayesian import BayesianModule
 from dubito.conversion import bayesianize
 from dubito.diagnostics import summary
@@ -24,6 +25,7 @@ from dubito.weights import (
     DubitoWarning,
     Family,
     FullCovariance,
+    GlobalInducingWeights,
     KroneckerCovariance,
     LowRankCovariance,
     LowRankFactors,
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "IVON",
+    "BNNProcess",
     "BayesianModule",
     "Bernoulli",
     "CapabilityError",
@@ -54,6 +57,7 @@ __all__ = [
     "FitResult",
     "FullCovariance",
     "Gaussian",
+    "GlobalInducingWeights",
     "HeteroscedasticGaussian",
     "KroneckerCovariance",
     "Likelihood",
@@ -75,9 +79,11 @@ __all__ = [
     "bayesianize",
     "certificates",
     "fit",
+    "fit_process",
     "from_ivon",
     "from_variances",
     "last_layer",
+    "moments",
     "mup",
     "negative_elbo",
     "objectives",
