@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import json
 import os
-import resource
 import subprocess
 import sys
 import warnings
@@ -111,8 +110,9 @@ def variational_parameters(family: str) -> int:
 
 
 def resident_kilobytes() -> int:
-    """The largest resident size that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """The largest resident size of this program (Linux; `getrusage` would count the parent's before it too)."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
 
 
 def peak_of(family: str) -> int:
