@@ -108,7 +108,11 @@ def gelu_moments(
 
 @elementwise
 def sigmoid_moments(mean: Tensor, variance: Tensor) -> Moments:
-    """Moments of the sigmoid, as a mixture of four normal distribution functions (`sigmoid_mixture`)."""
+    """Moments of the sigmoid, as a mixture of four normal distribution functions (`sigmoid_mixture`).
+
+    The mean is within 7e-6. The variance's error is below 8e-6 of the input's at any sd, and below 1.2e-3 relative for
+    means in [-4, 4]; it grows to 4e-2 at ±8 with small sd, and to 1 at ±8 with sd 1, where the variance is negligible.
+    """
     terms = sigmoid_mixture(mean, variance)
     smaller = sum(t.weight * t.side.tail for t in terms)
     assert isinstance(smaller, Tensor)
@@ -127,7 +131,11 @@ def _sigmoid_variance(smaller: Tensor, derivatives: list[Tensor], variance: Tens
 
 @elementwise
 def tanh_moments(mean: Tensor, variance: Tensor) -> Moments:
-    """Moments of tanh(X) = 2 sigmoid(2 X) - 1, as `sigmoid_moments`."""
+    """Moments of tanh(X) = 2 sigmoid(2 X) - 1, as `sigmoid_moments`.
+
+    The mean is within 1.3e-5, the variance's error below 1.3e-4 of the input's at any sd; relative errors are large
+    only in saturation (|mean| above 3), where the variance itself is below 1e-4 of the input's.
+    """
     wide = 4.0 * variance
     terms = sigmoid_mixture(2.0 * mean, wide)
     smaller = sum(t.weight * t.side.tail for t in terms)
@@ -140,7 +148,11 @@ def tanh_moments(mean: Tensor, variance: Tensor) -> Moments:
 
 @elementwise
 def silu_moments(mean: Tensor, variance: Tensor) -> Moments:
-    """Moments of X · sigmoid(X), the sigmoid as a mixture of four normal distribution functions."""
+    """Moments of X · sigmoid(X), the sigmoid as a mixture of four normal distribution functions.
+
+    The mean is within 5e-5. The variance's error is below 2e-4 of the input's at any sd, and below 2e-3 relative for
+    means in [-4, 4] (7e-3 at sd 1); in the dead tail at -8 it can be as large as the variance.
+    """
     terms = sigmoid_mixture(mean, variance)
     above = sum(t.weight * t.side.above for t in terms)
     assert isinstance(above, Tensor)
@@ -170,6 +182,9 @@ def _softplus(mean: Tensor, variance: Tensor) -> Moments:
 
 def softplus_moments(mean: Tensor, variance: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Moments:
     """Moments of log(1 + exp(beta X)) / beta, from the mixture for its derivative.
+
+    The mean is within 3e-5. The variance's relative error for means in [-4, 4] is below 7e-4 up to sd 1, 1.2e-3 at
+    sd 2, 4e-3 at sd 3 and 1e-2 at sd 6 (beta = 1; else at sd / beta).
 
     The function's own change to a straight line above `threshold` is left out: it moves values by
     log(1 + exp(-threshold)) / beta at most, 2e-9 by default.

@@ -48,7 +48,7 @@ def quadrature_moments(function: Elementwise, mean: Tensor, variance: Tensor, no
     if mean.shape != variance.shape:
         mean, variance = torch.broadcast_tensors(mean, variance)
     centre = function(mean)
-    sd = safe_sd(variance)
+    sd = safe_sd(variance).masked_fill(variance == 0.0, 0.0)
     weighted = [
         (weight, (centre if point == 0.0 else function(torch.add(mean, sd, alpha=point))) - centre)
         for point, weight in gauss_hermite(nodes)
