@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dubito
-from dubito.moments import Context, compiled, fused, gaussian_weights, propagated
+from dubito.moments import Context, compiled, fused, gaussian_weights, propagated, rule_set
+from dubito.moments.propagate import condensed
 from timing import Call, Ratio, ratio, warm_heap
 
 BATCH = 64
@@ -89,7 +90,7 @@ GOALS = {
     ("vit", "memory"): 2.2,
     ("resnet", "memory"): 2.2,
 }
-MODES = ("eager", "fused", "compiled", "memory")
+MODES = ("eager", "fused", "fused-rank-one", "compiled", "memory")
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,12 @@ def call_of(mode: str, bayes: dubito.BayesianModule, x: Tensor) -> Call:
     if mode == "compiled":
         run = compiled(bayes, x)
         return lambda: run.moments(x)
-    weights = gaussian_weights(bayes)
+    rules = rule_set("cvp", weights="rank-one" if mode.endswith("rank-one") else "full")
+    weights = condensed(gaussian_weights(bayes), rules)
 
     def propagate() -> object:
-        with torch.no_grad(), fused(mode == "fused"):
-            return propagated(bayes, x, Context(), weights)
+        with torch.no_grad(), fused(mode.startswith("fused")):
+            return propagated(bayes, x, Context(rules), weights)
 
     return propagate
 

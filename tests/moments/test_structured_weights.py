@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dubito
-from dubito.moments import Moments, gaussian_weights, propagated
+from dubito.moments import Context, Moments, gaussian_weights, propagated, rule_set
 from dubito.weights.gaussian_weights import CorrelatedMoments, FactoredMoments, KroneckerMoments
 
 DRAWS = 4000
@@ -133,3 +133,30 @@ def test_gradients_reach_the_factors() -> None:
     bayes = dubito.bayesianize(nn.Sequential(nn.Linear(5, 4)), FAMILIES["low_rank_covariance"])
     propagated(bayes, torch.randn(3, 5)).variance.sum().backward()
     assert float(bayes.posterior["0/weight"].factor("0.weight").grad.abs().sum()) > 0
+
+
+@pytest.mark.parametrize("layer", ["linear", "convolution", "transposed", "grouped"])
+@torch.no_grad()
+def test_rank_one_variances_are_exact_where_they_are_of_rank_one(layer: str) -> None:
+    torch.manual_seed(0)
+    module, shape = LAYERS[layer]
+    bayes = dubito.bayesianize(nn.Sequential(module, nn.ReLU()), dubito.MeanField(scale=0.3))
+    x = torch.randn(shape)
+    rank_one = Context(rule_set("cvp", weights="rank-one"))
+    full, condensed = propagated(bayes, x), propagated(bayes, x, rank_one)
+    torch.testing.assert_close(condensed.mean, full.mean, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(condensed.variance, full.variance, atol=1e-6, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_rank_one_variances_keep_sums_over_rows_and_columns() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+    bayes = dubito.bayesianize(network, dubito.MeanField())
+    for posterior in bayes.posteriors():
+        posterior.log_sigma.add_(0.25 * torch.randn_like(posterior.log_sigma))
+    x = torch.randn(16, 32)
+    full = propagated(bayes, x)
+    condensed = propagated(bayes, x, Context(rule_set("cvp", weights="rank-one")))
+    assert float((condensed.variance / full.variance).log().square().mean().sqrt()) < 0.1
+    torch.testing.assert_close(condensed.mean, full.mean, atol=2e-3, rtol=0.0)

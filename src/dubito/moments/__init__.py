@@ -11,7 +11,7 @@ from dubito.moments.logit_covariance import LogitCovariance
 from dubito.moments.moments import Context, InvalidMomentsError, Moments, NoRuleError
 from dubito.moments.propagate import gaussian_weights, propagated
 from dubito.moments.registry import rule
-from dubito.moments.rule_sets import RULE_SETS, RuleSet
+from dubito.moments.rule_sets import RULE_SETS, RuleSet, rule_set
 
 __all__ = [
     "RULE_SETS",
@@ -34,4 +34,5 @@ __all__ = [
     "propagated",
     "report",
     "rule",
+    "rule_set",
 ]

@@ -17,6 +17,7 @@ from dubito.moments.exported import ExportedNetwork, ExportError, export_network
 from dubito.moments.moments import Calibrator, Context, Moments
 from dubito.moments.propagate import (
     check_calibration,
+    condensed,
     gaussian_weights,
     predictive_of,
     propagated,
@@ -70,7 +71,7 @@ class CompiledPropagation:
     def refresh(self) -> None:
         """Take the posterior's moments as they are now."""
         with torch.no_grad():
-            self._weights = gaussian_weights(self._bayes)
+            self._weights = condensed(gaussian_weights(self._bayes), self._rules)
             self._tensors = [t.detach() for m in self._weights.values() for t in _parts(m)]
 
     @torch.no_grad()

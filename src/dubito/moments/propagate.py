@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dubito.moments.bilinear_moments import rank_one_variance
 from dubito.moments.gaussian_tensor import GaussianTensor
 from dubito.moments.head import predictive_from_moments
 from dubito.moments.moments import Calibrator, Context, InvalidMomentsError, Moments, NoRuleError
@@ -17,6 +18,7 @@ from dubito.monte_carlo import _batches, as_arguments, device_of, evaluating
 from dubito.predictive import Predictive
 from dubito.swap import Swap
 from dubito.weights.family import CapabilityError
+from dubito.weights.gaussian_weights import RankOneMoments
 
 if TYPE_CHECKING:
     from dubito.bayesian import BayesianModule
@@ -45,6 +47,18 @@ def gaussian_weights(bayes: BayesianModule) -> dict[str, Moments]:
     return weights
 
 
+def condensed(weights: Mapping[str, Moments], rules: RuleSet) -> dict[str, Moments]:
+    """The weights' moments in the form that the rule set asks for."""
+    if rules.weights == "full":
+        return dict(weights)
+    return {n: _rank_one(m) if type(m) is Moments and m.ndim >= 2 else m for n, m in weights.items()}
+
+
+def _rank_one(moments: Moments) -> RankOneMoments:
+    row, column = rank_one_variance(moments.variance)
+    return RankOneMoments(moments.mean, row, column)
+
+
 def propagated(
     bayes: BayesianModule,
     x: Any,
@@ -64,7 +78,7 @@ def propagated(
         InvalidMomentsError: where a mean or variance comes out NaN, or a variance negative; it names the module.
     """
     context = context if context is not None else Context()
-    weights = weights if weights is not None else gaussian_weights(bayes)
+    weights = weights if weights is not None else condensed(gaussian_weights(bayes), context.rules)
     args, kwargs = as_arguments(x)
     with bayes._lock, evaluating(bayes.module):
         result = _once(bayes, args, kwargs, context, weights)
@@ -176,7 +190,7 @@ def propagate(
     if covariance is not None:
         covariance.check(bayes, chosen.name, calibration)
     with bayes._lock, torch.no_grad():
-        weights = gaussian_weights(bayes)
+        weights = condensed(gaussian_weights(bayes), chosen)
 
         def one(batch: Any) -> Predictive:
             moments = propagated(bayes, batch, Context(chosen, calibration), weights)

@@ -9,6 +9,7 @@ from typing import Literal
 Activation = Literal["moments", "delta"]
 Normalization = Literal["jacobian", "expected-scale", "mean-scale"]
 Attention = Literal["delta", "mean"]
+Weights = Literal["full", "rank-one"]
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,16 @@ class RuleSet:
             published rule) or `"mean-scale"` (statistics at the mean).
         attention: `"delta"` (also the spread of queries and keys, to first order) or `"mean"` (probabilities at the
             mean of queries and keys).
+        weights: `"full"` (every weight's own variance) or `"rank-one"` (of matrices and kernels with independent
+            entries the row means times the column means of the variances: two products in place of three, and no
+            memory for variances; nearly the same moments).
     """
 
     name: str
     activation: Activation = "moments"
     normalization: Normalization = "jacobian"
     attention: Attention = "delta"
+    weights: Weights = "full"
 
     def __post_init__(self) -> None:
         for field, allowed in _ALLOWED.items():
@@ -42,6 +47,7 @@ _ALLOWED = {
     "activation": ("moments", "delta"),
     "normalization": ("jacobian", "expected-scale", "mean-scale"),
     "attention": ("delta", "mean"),
+    "weights": ("full", "rank-one"),
 }
 
 RULE_SETS = {
@@ -57,7 +63,7 @@ def rule_set(rules: str | RuleSet, **changes: str) -> RuleSet:
     Args:
         rules: `"cvp"`, `"cvp-paper"` (calibrated variance propagation with exactly the paper's rules for
             normalisation and attention), `"streamlining"` (the first-order baseline), or a `RuleSet`.
-        **changes: `activation`, `normalization`, `attention`.
+        **changes: `activation`, `normalization`, `attention`, `weights`.
 
     Raises:
         ValueError: for an unknown name or choice.

@@ -13,7 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dubito.moments.bilinear_moments import bilinear_moments, linear_moments
+from dubito.moments.bilinear_moments import (
+    bilinear_moments,
+    linear_moments,
+    rank_one_convolution_moments,
+    rank_one_linear_moments,
+)
 from dubito.moments.moments import Context, Moments
 from dubito.moments.operands import made, mean_of, optional_pair, pair
 from dubito.moments.registry import register
@@ -23,6 +28,7 @@ from dubito.weights.gaussian_weights import (
     FactoredMoments,
     KroneckerBias,
     KroneckerMoments,
+    RankOneMoments,
 )
 
 Operand = Moments | Tensor
@@ -36,6 +42,9 @@ def _linear(context: Context, input: Operand, weight: Operand, bias: Operand | N
         return _linear(context, hidden, weight.left, bias)
     if isinstance(weight, CorrelatedMoments | KroneckerMoments) and weight.ndim == 2:
         return structured(F.linear, input, weight, bias, -1)
+    if isinstance(weight, RankOneMoments) and weight.ndim == 2:
+        parts = (weight.mean, weight.row, weight.column)
+        return made(rank_one_linear_moments(pair(input), *parts, optional_pair(bias)))
     second = weight.second if isinstance(weight, Moments) and isinstance(input, Moments) else None
     result = linear_moments(pair(input), pair(weight), optional_pair(bias), weight_second_moment=second)
     return made(result)
@@ -114,6 +123,9 @@ def _convolution(function: Any) -> Callable[..., Any]:
         channel = 1 if mean_of(input).ndim == weight.ndim else 0
         if isinstance(weight, CorrelatedMoments) or (groups == 1 and isinstance(weight, KroneckerMoments)):
             return structured(plain, input, weight, bias, channel)
+        if groups == 1 and channel == 1 and isinstance(weight, RankOneMoments):
+            parts = (weight.mean, weight.row, weight.column)
+            return made(rank_one_convolution_moments(plain, pair(input), *parts, optional_pair(bias)))
         return _with_bias(plain, input, weight, bias, channel)
 
     return convolve
@@ -210,7 +222,7 @@ def _matmul(context: Context, input: Operand, other: Operand) -> Any:
     composed = attended(context, input, other)
     if composed is not None:
         return composed
-    if isinstance(other, FactoredMoments) and other.ndim == 2:
+    if isinstance(other, FactoredMoments | RankOneMoments) and other.ndim == 2:
         return _linear(context, input, other.transposed())
     if isinstance(other, CorrelatedMoments) and other.ndim == 2:
         return structured(torch.matmul, input, other, None, -1)

@@ -17,7 +17,7 @@ from dubito.moments.moments import Context, Moments, paired
 from dubito.moments.operands import means
 from dubito.moments.registry import register
 from dubito.moments.rules_attention import Softmax
-from dubito.weights.gaussian_weights import FactoredMoments, KroneckerMoments
+from dubito.weights.gaussian_weights import FactoredMoments, KroneckerMoments, RankOneMoments
 
 _MOVES = (
     "view reshape reshape_as view_as permute movedim moveaxis swapaxes swapdims transpose squeeze unsqueeze flatten "
@@ -25,8 +25,8 @@ _MOVES = (
     "take repeat repeat_interleave tile flip fliplr flipud roll rot90 diagonal diag_embed tril triu unfold as_strided "
     "masked_select detach data alias _unsafe_view view_copy slice index hsplit vsplit dsplit channel_shuffle "
     "pixel_shuffle pixel_unshuffle native_channel_shuffle im2col lift_fresh lift_fresh_copy _reshape_alias atleast_1d "
-    "atleast_2d atleast_3d split_copy select_copy slice_copy squeeze_copy unsqueeze_copy permute_copy expand_copy cpu cuda "
-    "pin_memory diag"
+    "atleast_2d atleast_3d split_copy select_copy slice_copy squeeze_copy unsqueeze_copy permute_copy expand_copy "
+    "cpu cuda pin_memory diag"
 )
 
 
@@ -41,7 +41,7 @@ def _move(context: Context, function: Any, input: Any, *args: Any, **kwargs: Any
 
 def rearrange(x: Moments, move: Any) -> Any:
     """The moments after `move`, the identity where it is one, attention probabilities remembered."""
-    if isinstance(x, FactoredMoments | KroneckerMoments):
+    if isinstance(x, FactoredMoments | KroneckerMoments | RankOneMoments):
         return x.marginal().rearranged(move)
     mean = move(x.mean)
     if mean is x.mean:
@@ -66,14 +66,18 @@ def _factors_or(input: Any) -> bool:
     return isinstance(input, FactoredMoments) and input.ndim == 2
 
 
+def _turns(input: Any) -> bool:
+    return isinstance(input, FactoredMoments | RankOneMoments) and input.ndim == 2
+
+
 @register("t", "numpy_T", "adjoint", "mT", "T", "mH", "H", passes_function=True)
 def _transpose_all(context: Context, function: Any, input: Moments) -> Any:
-    return input.transposed() if _factors_or(input) else rearrange(input, lambda t: function(t))  # type: ignore[attr-defined]
+    return input.transposed() if _turns(input) else rearrange(input, lambda t: function(t))  # type: ignore[attr-defined]
 
 
 @register("transpose", "swapaxes", "swapdims", passes_function=True)
 def _transpose(context: Context, function: Any, input: Moments, *args: Any, **kwargs: Any) -> Any:
-    if _factors_or(input):
+    if _turns(input):
         dims = [*args, *kwargs.values()]
         return input if (dims[0] - dims[1]) % 2 == 0 else input.transposed()  # type: ignore[attr-defined]
     return rearrange(input, lambda t: function(t, *args, **kwargs))

@@ -218,3 +218,33 @@ class KroneckerBias(Moments):
     def __init__(self, mean: Tensor, variance: Tensor, source: object) -> None:
         super().__init__(mean, variance)
         self.source = source
+
+
+class RankOneMoments(Moments):
+    """Independent entries whose variances are a row times a column: `V[o, i, …] = row[o] · column[0, i, …]`.
+
+    Attributes:
+        row: (outputs,).
+        column: (1, *rest).
+    """
+
+    __slots__ = ("column", "row")
+
+    def __init__(self, mean: Tensor, row: Tensor, column: Tensor) -> None:
+        super().__init__(mean, None)  # type: ignore[arg-type]
+        self.row, self.column = row, column
+
+    @property
+    def variance(self) -> Tensor:
+        """Row times column."""
+        if self._variance is None:
+            self._variance = self.row.reshape(-1, *[1] * (self.column.ndim - 1)) * self.column
+        return self._variance
+
+    def transposed(self) -> RankOneMoments:
+        """The matrix on its side."""
+        return RankOneMoments(self.mean.mT, self.column.reshape(-1), self.row.reshape(1, -1))
+
+    def marginal(self) -> Moments:
+        """Means and variances."""
+        return Moments(self.mean, self.variance)
