@@ -6,7 +6,6 @@ back whatever happens. `dubito.conversion.bayesianize` makes a `BayesianModule` 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -30,13 +29,14 @@ from dubito.monte_carlo import (
     predict,
     run_draws,
 )
+from dubito.plain_copy import plain_copy
 from dubito.predictive import Predictive
 from dubito.priors import WeightPrior
 from dubito.snapshot import Snapshot, squared_wasserstein
 from dubito.swap import Swap, watch_checkpointing
 from dubito.weights.drawn import DrawnWeight, say_fallback, saying_once
 from dubito.weights.family import CapabilityError, Family, WeightPosterior, key_of
-from dubito.weights.slots import recurrent_owners, refresh_recurrent
+from dubito.weights.slots import recurrent_owners
 
 Selector = Callable[[Any], Tensor]
 Values = dict[str, Tensor]
@@ -336,21 +336,7 @@ class BayesianModule(nn.Module):
 
     def _plain_copy(self, values: Values) -> nn.Module:
         with self._lock:
-            memo: dict[int, Any] = {}
-            fresh: dict[str, nn.Parameter] = {}
-            for name, slot in self._slots.items():
-                value = values[name].detach().clone()
-                fresh[name] = nn.Parameter(value, requires_grad=slot.requires_grad)
-                if slot.occupied:
-                    memo[id(slot.parameter)] = fresh[name]
-            plain: nn.Module = copy.deepcopy(self.module, memo)
-            for name, slot in self._slots.items():
-                for owner, attribute in slot.places:
-                    copied: nn.Module = memo[id(owner)] if owner is not self.module else plain
-                    copied._parameters[attribute] = fresh[name]
-            for module in plain.modules():
-                refresh_recurrent(module)
-        return plain
+            return plain_copy(self.module, self._slots, values)
 
     # ---- divergences and likelihood -----------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class BNNProcess(nn.Module):
         wanted: list[LayerOutputs | None] = [LayerOutputs(width, True) for width in hidden]
         wanted.append(self._wanted_of_last(widths[-1]))
         features = dim_x + dim_y * (2 if missing_outputs else 1)
-        self.inference = _inference(inference, features, wanted, inference_hidden)
+        self.inference = inference_network(inference, features, wanted, inference_hidden)
         self.prior = ProcessPrior(self)
 
     def _wanted_of_last(self, width: int) -> LayerOutputs | None:
@@ -295,9 +295,10 @@ def _check_sizes(dim_x: int, dim_y: int, hidden: Sequence[int], activation: str,
         )
 
 
-def _inference(
+def inference_network(
     spec: Any, features: int, wanted: list[LayerOutputs | None], hidden: Sequence[int]
 ) -> InferenceNetwork:
+    """The inference network asked for, by name or by its maker; see `BNNProcess`."""
     if spec == "layerwise":
         return LayerwiseInference(features, wanted, hidden)
     if spec == "shared":
