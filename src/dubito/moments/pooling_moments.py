@@ -6,7 +6,9 @@ Averages: independent entries give `sum w² v`; entries whose noise is common gi
 Maxima: Clark's formula for two independent Gaussians, applied pairwise along each dimension. In terms of
 a = |m1 - m2| / t, t² = v1 + v2, and the unit normal loss l(a): mean = max(m1, m2) + t l(a) and
 variance = v_larger Phi(a) + v_smaller (1 - Phi(a)) - t² l (a + l), both free of cancellation. Each pair is exact; the
-tree treats a maximum as Gaussian: for 4 to 9 equal candidates the mean is within 0.01 sd and the variance within 6 %.
+tree treats each maximum as Gaussian, and its error grows with the number of near-equal candidates. Measured with
+windows of 4 to 9: means of unit spread and sd 0.5, bias of the mean below 0.002, variance too small by 2 to 5 % on
+average; all candidates equal, 0.006 and 5 to 16 %; 64 equal ones, the mean 0.13 sd too low and the variance half.
 """
 
 from __future__ import annotations
@@ -215,8 +217,7 @@ def max_pool_moments(
 ) -> Moments:
     """Moments of `F.max_pool1d/2d/3d` (`dims`), one dimension after the other, each by a tree of pairs.
 
-    Overlapping windows share their partial maxima. With windows of 2 × 2 to 3 × 3 and independent entries of sd 0.5
-    the mean is within 3e-3 and the variance within 6 % of Monte Carlo.
+    Overlapping windows share their partial maxima. The tree's error is said above, in the module.
     """
     kernels, paddings, dilations = (_tuple(s, dims) for s in (kernel_size, padding, dilation))
     strides = kernels if stride is None or stride == [] else _tuple(stride, dims)
