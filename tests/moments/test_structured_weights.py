@@ -1,5 +1,7 @@
 """Families propagate by their own structure: exact against Monte Carlo where marginal variances are not."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,7 +49,7 @@ def test_a_layer_at_a_known_input(family: str, layer: str) -> None:
         pytest.skip("covered by the others")
     torch.manual_seed(0)
     module, shape = LAYERS[layer]
-    bayes = dubito.bayesianize(nn.Sequential(module), FAMILIES[family])
+    bayes = dubito.bayesianize(nn.Sequential(copy.deepcopy(module)), FAMILIES[family])
     correlate_(bayes)
     x = torch.randn(shape)
     moments = propagated(bayes, x)
@@ -140,7 +142,7 @@ def test_gradients_reach_the_factors() -> None:
 def test_rank_one_variances_are_exact_where_they_are_of_rank_one(layer: str) -> None:
     torch.manual_seed(0)
     module, shape = LAYERS[layer]
-    bayes = dubito.bayesianize(nn.Sequential(module, nn.ReLU()), dubito.MeanField(scale=0.3))
+    bayes = dubito.bayesianize(nn.Sequential(copy.deepcopy(module), nn.ReLU()), dubito.MeanField(scale=0.3))
     x = torch.randn(shape)
     rank_one = Context(rule_set("cvp", weights="rank-one"))
     full, condensed = propagated(bayes, x), propagated(bayes, x, rank_one)

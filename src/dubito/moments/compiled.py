@@ -16,6 +16,7 @@ from dubito.moments.elementwise import compiler_found
 from dubito.moments.exported import ExportedNetwork, ExportError, export_network
 from dubito.moments.moments import Calibrator, Context, Moments
 from dubito.moments.propagate import (
+    are_valid,
     check_calibration,
     condensed,
     gaussian_weights,
@@ -87,8 +88,10 @@ class CompiledPropagation:
         for tensor in tensors:
             if tensor.ndim:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        mean, variance = self._run(*tensors, *_fixed(self._network), *self._tensors)
-        return Moments(mean, variance)
+        result = Moments(*self._run(*tensors, *_fixed(self._network), *self._tensors))
+        if not are_valid(result):  # once more, eagerly, which names the operator
+            return propagated(self._bayes, x, Context(self._rules, self._calibration), self._weights)
+        return result
 
     def __call__(self, x: Any, head: str = "sampled") -> Predictive:
         """The predictive, as `bayes.propagate(x)`; loaders stream."""

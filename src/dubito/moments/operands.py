@@ -43,7 +43,7 @@ def made(result: tuple[Tensor, Tensor | None]) -> Any:
     return Moments(mean, variance)
 
 
-PIECE = 2**16  # entries: a formula's temporaries of a piece stay in the cache
+PIECE = 2**15  # entries: a formula's temporaries of a piece stay in the cache
 
 
 def full_precision(
@@ -58,7 +58,9 @@ def full_precision(
     return Moments(mean.to(x.dtype), variance.to(x.dtype))
 
 
-def in_pieces(formula: Callable[..., tuple[Tensor, Tensor]], **options: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+def in_pieces(
+    formula: Callable[..., tuple[Tensor, Tensor]], **options: Any
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """An elementwise formula, a piece of the entries at a time where that is possible and saves memory and time.
 
     Formulas of activations make some twenty temporaries; of a whole activation they are most of a pass's memory, and
@@ -66,6 +68,11 @@ def in_pieces(formula: Callable[..., tuple[Tensor, Tensor]], **options: Any) -> 
     """
 
     def run(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        if (
+            is_fused()
+        ):  # the network's own compiled parts run eagerly meanwhile (`propagate.py`), these kernels do not
+            with torch.compiler.set_stance("default"):
+                return formula(mean, variance, **options)
         if mean.numel() <= 2 * PIECE or mean.device.type != "cpu" or not _may_split(mean, variance):
             return formula(mean, variance, **options)
         made = torch.empty_like(mean), torch.empty_like(mean)
@@ -81,12 +88,13 @@ def in_pieces(formula: Callable[..., tuple[Tensor, Tensor]], **options: Any) -> 
 
 
 def _memory_order(x: Tensor) -> list[int]:
-    return sorted(range(x.ndim), key=lambda d: -x.stride(d))
+    strides = x.stride()
+    return sorted(range(x.ndim), key=lambda d: -strides[d])
 
 
 def _may_split(mean: Tensor, variance: Tensor) -> bool:
     """Whether both lie in memory alike and dense, nothing records the operators, and one kernel does not do it all."""
-    if mean.shape != variance.shape or mean.stride() != variance.stride() or is_fused():
+    if mean.shape != variance.shape or mean.stride() != variance.stride():
         return False
     recorded = torch.is_grad_enabled() and (mean.requires_grad or variance.requires_grad)
     traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None

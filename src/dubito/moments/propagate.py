@@ -82,7 +82,7 @@ def propagated(
     args, kwargs = as_arguments(x)
     with bayes._lock, evaluating(bayes.module):
         result = _once(bayes, args, kwargs, context, weights)
-        if not context.drawing and not _finite(result):
+        if not context.drawing and not are_valid(result):
             _name_the_site(bayes, args, kwargs, context, weights)
             raise context.checked("output", result)._invalid("output", result)
     return result
@@ -155,7 +155,8 @@ def refuse_recurrent(network: nn.Module) -> None:
             )
 
 
-def _finite(moments: Moments) -> bool:
+def are_valid(moments: Moments) -> bool:
+    """Whether no mean is NaN or infinite, and no variance NaN or negative."""
     if not moments.mean.numel():
         return True
     lowest = torch.stack([moments.variance.detach().amin().float(), moments.mean.detach().sum().float() * 0])

@@ -145,15 +145,22 @@ def _factored_convolution(
 def _with_bias(
     function: Bilinear, input: Operand, weight: Operand, bias: Operand | None, channel: int
 ) -> Any:
-    second = weight.second if isinstance(weight, Moments) and isinstance(input, Moments) else None
-    mean, variance = bilinear_moments(function, pair(input), pair(weight), b_second_moment=second)
+    # Variances first and summed in place: no more than three activations are alive beside the input's two.
+    variance: Tensor | None = None
+    if isinstance(weight, Moments):
+        variance = function(mean_of(input).square(), weight.variance)
+    if isinstance(input, Moments):
+        second = weight.second if isinstance(weight, Moments) else weight.square()
+        through = function(input.variance, second)
+        variance = through if variance is None else variance.add_(through)
+    mean = function(mean_of(input), mean_of(weight))
     if bias is not None:
         shape = [1] * mean.ndim
         shape[channel] = -1
-        mean = mean + mean_of(bias).reshape(shape)
+        mean = mean.add_(mean_of(bias).reshape(shape))
         if isinstance(bias, Moments):
             extra = bias.variance.reshape(shape)
-            variance = extra.expand(mean.shape) if variance is None else variance + extra
+            variance = extra.expand(mean.shape) if variance is None else variance.add_(extra)
     return made((mean, variance))
 
 
