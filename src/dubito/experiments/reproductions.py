@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from dubito.experiments.bbb import BBB
+from dubito.experiments.cvp import CVP
 from dubito.experiments.ibvi import IBVI
 from dubito.experiments.reproduction import Reproduction, UnknownReproductionError
 from dubito.experiments.singular import SINGULAR
 
 REPRODUCTIONS: Mapping[str, Reproduction] = MappingProxyType(
-    {entry.name: entry for entry in (BBB, IBVI, SINGULAR)}
+    {entry.name: entry for entry in (BBB, IBVI, SINGULAR, CVP)}
 )
 
 
