@@ -10,7 +10,9 @@ Three rules, by name:
 
 Root mean square error of log variances against Monte Carlo (D = 64, sd about 0.3, one channel of mean 6 to 12 and sd
 0.3 to 1.8): 0.02 to 0.05 for `"jacobian"`, 0.09 to 0.4 for the two others. It is first order: 0.14 where that channel
-is mostly noise (mean 0, sd 3). With D = 768 and equal channels all but `"mean-scale"` agree. Affine weights may be random: `gamma² var + v_gamma (z² + var) + v_beta`.
+is mostly noise (mean 0, sd 3). With D = 768 and equal channels all but `"mean-scale"` agree.
+
+Affine weights may be random: `gamma² var + v_gamma (z² + var) + v_beta`.
 """
 
 from __future__ import annotations
