@@ -42,13 +42,21 @@ class Draws:
 
     @classmethod
     def make(
-        cls, posteriors: Sequence[WeightPosterior], samples: int, generator: torch.Generator | None
+        cls,
+        posteriors: Sequence[WeightPosterior],
+        samples: int,
+        generator: torch.Generator | None,
+        first: int = 0,
+        total: int | None = None,
     ) -> Draws:
-        """Draw noise, draw by draw: the first S of more draws are the same draws, however they are chunked."""
+        """Draw noise, draw by draw, for draws `first` to `first + samples` of `total` (None: `samples`).
+
+        The first S of more draws are the same draws, however they are chunked (but for a family of numbered draws).
+        """
         count = check_samples(samples)
         generator = check_generator(generator) or _own_generator(posteriors)
         keys = [key_of(p.slots[0].name) for p in posteriors]
-        stacks = [_StackedNoise(p, count, generator) for p in posteriors]
+        stacks = [_StackedNoise(p, count, generator, first, total or count) for p in posteriors]
         for index in range(count):
             for stack in stacks:
                 stack.draw(index)
@@ -90,9 +98,12 @@ class Draws:
 class _StackedNoise:
     """One posterior's noise, draw by draw: standard normal noise in its place, any other stacked at the end."""
 
-    def __init__(self, posterior: WeightPosterior, count: int, generator: torch.Generator) -> None:
+    def __init__(
+        self, posterior: WeightPosterior, count: int, generator: torch.Generator, first: int, total: int
+    ) -> None:
         self.posterior = posterior
         self.generator = generator
+        self.first, self.total = first, total
         like = posterior.noise_like()
         self.buffers = None if like is None else {n: t.new_empty((count, *t.shape)) for n, t in like.items()}
         self.views = [b.unbind() for b in self.buffers.values()] if self.buffers is not None else []
@@ -100,7 +111,7 @@ class _StackedNoise:
 
     def draw(self, index: int) -> None:
         if self.buffers is None:
-            self.made.append(self.posterior.noise(self.generator))
+            self.made.append(self.posterior.numbered_noise(self.first + index, self.total, self.generator))
         for view in self.views:
             view[index].normal_(generator=self.generator)
 
@@ -124,10 +135,12 @@ def fresh_components(
     count: int,
     generator: torch.Generator | None,
     estimated: Collection[str] = (),
+    first: int = 0,
+    total: int | None = None,
 ) -> list[Components]:
-    """What `count` fresh draws are made of; nothing is drawn for the posteriors in `estimated`."""
+    """What `count` fresh draws are made of (see `Draws.make`); none for the posteriors in `estimated`."""
     drawn = [p for key, p in zip(bayes.posterior, bayes.posteriors(), strict=True) if key not in estimated]
-    return Draws.make(drawn, count, generator).components(bayes, estimated)
+    return Draws.make(drawn, count, generator, first, total).components(bayes, estimated)
 
 
 @contextlib.contextmanager
@@ -237,8 +250,9 @@ def run_draws(
 
 
 def _vmapped(one: Any, index: Tensor, stacked: list[Components], chunk_size: int) -> Tensor:
+    size = chunk_size if chunk_size < len(index) else None  # of a single chunk torch makes one more copy
     with _unfused:
-        result: Tensor = torch.vmap(one, randomness="different", chunk_size=chunk_size)(index, stacked)
+        result: Tensor = torch.vmap(one, randomness="different", chunk_size=size)(index, stacked)
     return result
 
 
@@ -403,6 +417,7 @@ class _Source:
             step = max(1, DRAWN_AT_ONCE_ON_CPU // max(1, sum(_entries(p) for p in drawn)))
         else:
             step = count if chunk_size is None or draws is not None else chunk_size
+        self.count = count
         self.starts = range(0, count, step)
         self.sizes = [min(step, count - start) for start in self.starts]
         self.generator = check_generator(generator) or _own_generator(posteriors)
@@ -418,7 +433,9 @@ class _Source:
             if self.draws is not None:
                 components = self.draws[start : start + size].components(self.bayes, self.estimated)
             else:
-                components = fresh_components(self.bayes, size, self.generator, self.estimated)
+                components = fresh_components(
+                    self.bayes, size, self.generator, self.estimated, start, self.count
+                )
             if len(self.sizes) == 1:
                 self.kept = components
             yield components, size

@@ -180,8 +180,37 @@ def _local(
         wide = torch.promote_types(input.dtype, torch.float32)
         bias_variance = None if bias_variance is None else bias_variance.to(wide)
         variance = function(input.to(wide).square(), weight.variance.to(wide), bias_variance, *options)
+    return drawn_output(mean, variance)
+
+
+def drawn_output(mean: Tensor, variance: Tensor) -> Tensor:
+    """mean + sqrt(variance)·eps, eps ~ N(0, I); gradient 0 where the variance is 0."""
+    transformed = torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+    if transformed or mean.dtype != variance.dtype or not variance.requires_grad:
         deviation = safe_sqrt(variance).to(mean.dtype)
-    return torch.addcmul(mean, deviation, torch.randn_like(deviation))
+        return torch.addcmul(mean, deviation, torch.randn_like(deviation))
+    drawn: Tensor = _DrawnOutput.apply(mean, variance)
+    return drawn
+
+
+class _DrawnOutput(torch.autograd.Function):
+    """`drawn_output` keeping one tensor for backward: the slope eps / (2 sqrt(variance))."""
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, variance: Tensor) -> Tensor:
+        deviation = variance.sqrt()
+        slope = torch.randn_like(deviation)
+        drawn = torch.addcmul(mean, deviation, slope)
+        # eps·sd / (2 variance), so that it is 0 where both are
+        floor = variance.clamp_min(torch.finfo(variance.dtype).tiny)
+        slope = slope.mul_(deviation.mul_(0.5)).div_(floor)
+        ctx.save_for_backward(slope)
+        return drawn
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (slope,) = ctx.saved_tensors
+        return grad, grad * slope
 
 
 def _flipout(
