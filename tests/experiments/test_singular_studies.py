@@ -49,7 +49,7 @@ from dubito.experiments.singular.markdown import markdown
 from dubito.experiments.singular.paper_figures import BEIJING, MIMIC
 from dubito.experiments.singular.rows import Bench, Study, measure
 from dubito.experiments.singular.tuning import search, validation_nll
-from dubito.experiments.singular.verdict import Column, ood_target, saving_target, table
+from dubito.experiments.singular.verdict import Column, costs, ood_target, saving_target, table
 
 METHODS = ("deterministic", "mean-field", "low-rank")
 
@@ -291,13 +291,18 @@ def row(method, seed, variational, **metrics):
 
 
 def test_tables_show_spread_over_seeds_chance_and_the_paper():
-    measured = [row("low-rank", seed, 100, auroc=0.5 + 0.2 * seed, error=0.25) for seed in (0, 1)]
-    columns = (Column("auroc", "AUROC", 2, chance="error"),)
-    made = table(measured, "small", columns, "Made", {"low-rank": {"auroc": ".895"}}, "MIMIC-III")
-    assert [line.label for line in made.rows] == ["low-rank factors", "· paper, MIMIC-III (other data)"]
-    assert made.rows[0].cells == ("0.60 ± 0.14 (0.25)", "100", "9", "2 ± 1")
-    assert made.rows[1].cells == (".895", "–", "–", "–")
-    assert "| low-rank factors | 0.60 ± 0.14 (0.25) |" in markdown([made], {"it holds": False})
+    measured = [row("low-rank", seed, 1100, auroc=0.5 + 0.2 * seed, error=0.25) for seed in (0, 1)]
+    columns = (Column("auroc", "AUROC", 2, chance=".500"), Column("error", "error"))
+    paper = {"low-rank": {"auroc": ".895", "stored": "13.6k"}}
+    made = table(measured, "small", columns, "Made", paper)
+    assert [line.label for line in made.rows] == ["chance", "low-rank factors", "· paper"]
+    assert made.rows[0].cells == (".500", "")
+    assert made.rows[1].cells == ("0.60 ± 0.14", "0.250 ± 0.000")
+    assert made.rows[2].cells == (".895", "–")
+    assert table(measured, "small", columns[1:], "Made").rows[0].label == "low-rank factors"
+    spent = costs(measured, "small", "Cost", paper)
+    assert [line.cells for line in spent.rows] == [("1,100", "9", "2 ± 1"), ("–", "13.6k", "–")]
+    assert "| low-rank factors | 0.60 ± 0.14 | 0.250 ± 0.000 |" in markdown([made], {"it holds": False})
     assert "- **missed**: it holds" in markdown([made], {"it holds": False})
 
 
@@ -307,6 +312,13 @@ def test_targets_compare_means(low, full, met):
     assert list(ood_target(measured, "small", "ood", "made").values()) == [met]
     assert list(saving_target(measured, "small").values()) == [met]
     assert ood_target(measured[:1], "small", "ood", "made") == {}
+    assert not any("chance" in words for words in ood_target(measured, "small", "ood", "made"))
+
+
+def test_a_target_met_below_chance_says_so():
+    measured = [row("low-rank", 0, 30, ood=0.49), row("mean-field", 0, 90, ood=0.48)]
+    (words,) = ood_target(measured, "small", "ood", "made")
+    assert words.endswith("neither is above chance")
 
 
 def test_the_search_takes_the_least_validation_nll():
@@ -347,7 +359,15 @@ def test_the_icu_part_from_patients_to_words(monkeypatch, tmp_path):
         icu_part.ward_of.cache_clear()
     assert {r["key"]["network"] for r in found.values["rows"]} == {DISEASE, FIRST_DAY}
     assert len(found.values["rows"]) == 2 * len(CONTESTANTS)
-    assert [len(t.rows) for t in found.tables] == [2 * len(CONTESTANTS), len(CONTESTANTS)]
+    methods = len(CONTESTANTS)
+    assert [len(t.rows) for t in found.tables] == [
+        2 * methods + 1,
+        2 * methods + 1,
+        2 * methods,
+        methods + 1,
+        methods + 1,
+    ]
+    assert found.tables[1].rows[0].cells == (".500", "0.357", "0.643")  # 20 in coma beside 36 to test
     assert any("OOD AUROC of low rank" in words for words in found.targets)
     assert any("≤ 1/3" in words for words in found.targets)
     assert "low-rank factors 0.3 and 0.1" in found.paragraphs[-1]
@@ -355,14 +375,16 @@ def test_the_icu_part_from_patients_to_words(monkeypatch, tmp_path):
 
 
 def test_the_air_part_from_hours_to_words(monkeypatch, hours):
-    settings = quick(AirSettings(hidden=4, ranks=(2, 2), length=4, batch=64))
+    settings = quick(AirSettings(hidden=4, ranks=(2, 2), length=4, batch=64), recipes={})
     air = air_of(hours, 4, (10, 20))
     monkeypatch.setattr(air_part, "read_air", lambda length, thinning: air)
     monkeypatch.setattr("dubito.experiments.singular.air_study.read_air", lambda length, thinning: air)
     monkeypatch.setattr(air_part, "PROCESSES", 1)
     found = air_part.run_air(PartJob(seeds=(0,)), settings, None)
     assert {r["key"]["network"] for r in found.values["rows"]} == {VARIANT}
-    assert [len(t.rows) for t in found.tables] == [2 * len(CONTESTANTS)] * 2
+    methods = 2 * len(CONTESTANTS)
+    assert [len(t.rows) for t in found.tables] == [methods, methods, methods + 1, methods // 2 + 1, methods]
+    assert found.tables[2].rows[0].cells == (".500", "0.500", "0.500", "")
     assert len(found.targets) == 1
     assert "Every method has the default" in found.paragraphs[-1]
 

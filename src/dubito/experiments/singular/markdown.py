@@ -40,12 +40,9 @@ def main(part: str, folder: str) -> None:
         sizes = {name: (len(ward.test[0]), len(ward.shifted[0])) for name, ward in wards.items()}
         print(markdown(icu_part.tables(rows, sizes), icu_part.targets(rows)))
     else:
-        air = AirSettings()
-        print(
-            markdown(
-                air_part.tables(rows, len(read_air(air.length, air.thinning).test[0])), air_part.targets(rows)
-            )
-        )
+        settings_of_air = AirSettings()
+        air = read_air(settings_of_air.length, settings_of_air.thinning)
+        print(markdown(air_part.tables(rows, air), air_part.targets(rows)))
 
 
 if __name__ == "__main__":
