@@ -1,6 +1,7 @@
 """Families of random weights, q(w): one file a family, one contract (`family.py`)."""
 
 from dubito.weights.diagonal_covariance import DiagonalCovariance
+from dubito.weights.empirical import Empirical
 from dubito.weights.family import CapabilityError, DubitoWarning, Family, WeightPosterior
 from dubito.weights.full_covariance import FullCovariance
 from dubito.weights.global_inducing import GlobalInducingWeights
@@ -16,6 +17,7 @@ __all__ = [
     "CapabilityError",
     "DiagonalCovariance",
     "DubitoWarning",
+    "Empirical",
     "Family",
     "FullCovariance",
     "GlobalInducingWeights",

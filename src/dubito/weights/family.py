@@ -132,6 +132,10 @@ class WeightPosterior(nn.Module, ABC):
     def noise(self, generator: torch.Generator | None = None) -> Noise:
         """One draw's standard noise, in the posterior's dtype and on its device."""
 
+    def numbered_noise(self, number: int, total: int, generator: torch.Generator | None = None) -> Noise:
+        """The noise of draw `number` (from 0) of `total` that are made together; a family may tell them apart."""
+        return self.noise(generator)
+
     def noise_like(self) -> Noise | None:
         """Tensors of the shape, dtype and device of `noise`'s, in its order, where that is all standard normal.
 
