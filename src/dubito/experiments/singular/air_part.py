@@ -114,7 +114,7 @@ def run_air(job: PartJob, settings: AirSettings | None = None, folder: Path | No
 
 def outcome(rows: Sequence[Values], air: Air, settings: AirSettings, seeds: Sequence[int]) -> Outcome:
     """Tables, picture and words of finished rows."""
-    shown = {_WORDS[name]: (VARIANT, f"ood_auroc_{name}") for name in shifts_of(rows)}
+    shown = {name: (VARIANT, f"ood_auroc_{name}") for name in shifts_of(rows)}
     values: dict[str, Any] = {"rows": list(rows), "seeds": list(seeds)}
     return Outcome(
         "Air: fine dust of the next hour",
@@ -141,6 +141,6 @@ def _paragraphs(air: Air, s: AirSettings, seeds: Sequence[int]) -> tuple[str, ..
         f"with one learned noise, Adam with a highest rate of {s.lr:g} along a cosine, batches of {s.batch}, at most "
         f"{s.epochs} epochs, the weights of the best validation NLL, {s.samples} draws, seeds {list(seeds)}. Time "
         "counts what a method starts from.",
-        "Intervals are predictive, noise included, so their coverage is not what spread of weights alone would give (the "
-        "paper's .31 to .79 are far under the nominal .95). " + recipes_in_words(s.recipes, SEARCH),
+        "Intervals are predictive, noise included, so their coverage is not what spread of weights alone would give "
+        "(the paper's .31 to .79 are far under the nominal .95). " + recipes_in_words(s.recipes, SEARCH),
     )
