@@ -30,7 +30,8 @@ def add_reproduce(app: "Typer", print_table: "Callable[[Table], None]") -> None:
         part: Annotated[str, typer.Option(help="Parts, separated by commas.")] = "all",
         full: Annotated[bool, typer.Option("--full", help="The paper's own size: hours to days.")] = False,
         seeds: Annotated[
-            int | None, typer.Option(min=1, help="How many times to repeat everything [1; of singular 2].")
+            int | None,
+            typer.Option(min=1, help="How many times to repeat everything [1; of singular 2, of cvp 3]."),
         ] = None,
         output: Annotated[Path | None, typer.Option(help="Folder of report and results [runs/NAME].")] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -81,7 +82,7 @@ def _works(bayes: BayesianModule, batch: Tensor, covariance: LogitCovariance) ->
         "draw": lambda: bayes.sample(generator).eval()(batch).softmax(-1),
     }
     for rules, head in (("streamlining", "probit"), ("cvp-paper", "probit"), ("cvp", "sampled")):
-        works[rules] = _with_head(bayes, lambda rules=rules: eager(rules), head)
+        works[rules] = _with_head(bayes, functools.partial(eager, rules), head)
     works["ours"] = lambda: covariance.predictive(
         bayes, propagated(bayes, batch, Context(rule_set("cvp"), covariance.calibration), weights)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import statistics
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from dubito.ood import ood_metrics
 from dubito.predictive import Predictive
 from dubito.selective import area_under_risk_coverage, coverage_at_risk
 
-AURC = "trapezoid"  # the variant, of `dubito.selective.area_under_risk_coverage`
+AURC: Final = "trapezoid"  # the variant, of `dubito.selective.area_under_risk_coverage`
 LEAST_VARIANCE = 1e-12
 
 

@@ -44,11 +44,11 @@ def run_part(
     return outcome(rows, part, settings, job.seeds, others(part, settings, job.seeds, place))
 
 
-def others(part: str, settings: CvpSettings, seeds: Sequence[int], folder: Path | None) -> list[Values]:
+def others(part: str, settings: CvpSettings, seeds: Sequence[int], folder: Path | None) -> Sequence[Values]:
     """Finished rows of the other parts under the same settings."""
     if folder is None:
         return []
-    found = []
+    found: list[Values] = []
     for other in TITLES:
         kept = Rows(folder / f"{other}.json") if other != part else Rows()
         keys = [settings.key(other, method, seed) for seed in seeds for method in settings.methods]
