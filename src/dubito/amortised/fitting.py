@@ -13,11 +13,14 @@ from typing import Any, Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
+from dubito.amortised.neural_processes import NeuralProcess
 from dubito.amortised.objectives import OBJECTIVES, Objective, ProcessObjective
 from dubito.amortised.process import BNNProcess
 from dubito.amortised.tasks import Task, TaskBatch, gather_tasks, split_context
 from dubito.gaussian_conditionals import PrecisionError
 from dubito.training import NonFiniteError
+
+Learner = BNNProcess | NeuralProcess
 
 _KEPT_EVERY = 50  # steps between copies of the weights to fall back on
 
@@ -118,7 +121,7 @@ class ProcessFitOptions(TypedDict, total=False):
 
 
 def fit_process(
-    process: BNNProcess,
+    process: BNNProcess | NeuralProcess,
     tasks: Sequence[Task] | TaskSource,
     validation: Sequence[Task] | None = None,
     *,
@@ -132,7 +135,7 @@ def fit_process(
     On a CPU one thread is fastest: the matrices are many and small (`torch.set_num_threads(1)`).
 
     Args:
-        process: the process.
+        process: a `BNNProcess`, or a neural process, which has one objective of its own.
         tasks: a list of `(x, y)`, drawn from without replacement epoch by epoch, or a source of fresh ones.
         validation: tasks; the weights kept are those of the best mean log predictive density of their targets.
         optimizer: makes another optimiser from the parameters; its learning rate follows the same cosine.
@@ -172,7 +175,7 @@ def fit_process(
 class _Fitting:
     """One training: where it stands, and what to fall back on."""
 
-    def __init__(self, process: BNNProcess, source: TaskSource, settings: ProcessFitConfig) -> None:
+    def __init__(self, process: Learner, source: TaskSource, settings: ProcessFitConfig) -> None:
         self.process, self.source, self.settings = process, source, settings
         stated = settings.objective
         self.objective: Objective = stated if callable(stated) else OBJECTIVES[stated]
@@ -183,7 +186,7 @@ class _Fitting:
             "disjoint": False,  # split here: they cannot but be
         }
         self.generator = torch.Generator().manual_seed(settings.seed)
-        device = process.layers[0].prior.mean.free.device
+        device = next(process.parameters()).device
         self.noise = torch.Generator(device).manual_seed(settings.seed + 1)
         self.losses: list[Tensor] = []
         self.good = copy.deepcopy(process.state_dict())
@@ -196,9 +199,7 @@ class _Fitting:
         device = self.noise.device
         optimizer.zero_grad()
         try:
-            value: ProcessObjective = self.objective(
-                process, given.to(device), target.to(device), generator=self.noise, **self.options
-            )
+            value = self._value(given.to(device), target.to(device))
         except PrecisionError as error:
             self._fall_back(step, str(error), error)
         value.loss.backward()  # type: ignore[no-untyped-call]
@@ -212,6 +213,12 @@ class _Fitting:
         optimizer.step()
         self.losses.append(value.loss.detach())
 
+    def _value(self, context: TaskBatch, target: TaskBatch) -> ProcessObjective:
+        process, settings = self.process, self.settings
+        if isinstance(process, BNNProcess):
+            return self.objective(process, context, target, generator=self.noise, **self.options)
+        return process.objective(context, target, settings.samples, settings.per_point, self.noise)
+
     def _fall_back(self, step: int, reason: str, error: Exception | None) -> Any:
         self.process.load_state_dict(self.good)
         raise NonFiniteError(
@@ -223,7 +230,7 @@ class _Validation:
     """Mean log predictive density of validation targets, always under the same splits and draws."""
 
     def __init__(
-        self, process: BNNProcess, tasks: Sequence[Task], context: tuple[float, float], seed: int
+        self, process: Learner, tasks: Sequence[Task], context: tuple[float, float], seed: int
     ) -> None:
         self.process, self.seed = process, seed
         batch = process.gather(tasks)
@@ -250,19 +257,21 @@ class _Validation:
 
 @torch.no_grad()
 def predictive_density(
-    process: BNNProcess,
+    process: Learner,
     context: TaskBatch,
     target: TaskBatch,
     samples: int = 32,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Mean over all targets of log mean_s p(y_n | x_n, W_s), in nats a point: a scalar."""
+    if not isinstance(process, BNNProcess):
+        return process.predictive_density(context, target, samples, generator)
     drawn = process.infer(context, samples, generator=generator)
     scores = process.log_likelihood(drawn.weights, target).logsumexp(0) - math.log(samples)
     return (scores * target.mask).sum() / target.mask.sum()
 
 
-def _source(process: BNNProcess, tasks: Sequence[Task] | TaskSource) -> TaskSource:
+def _source(process: Learner, tasks: Sequence[Task] | TaskSource) -> TaskSource:
     """A list as a source: shuffled anew whenever it is used up."""
     if callable(tasks):
         return tasks
@@ -283,8 +292,9 @@ def _source(process: BNNProcess, tasks: Sequence[Task] | TaskSource) -> TaskSour
     return source
 
 
-def _adam(process: BNNProcess, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    inference = list(process.inference.parameters())
+def _adam(process: Learner, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    decayed = process.inference if isinstance(process, BNNProcess) else process
+    inference = list(decayed.parameters())
     known = {id(p) for p in inference}
     rest = [p for p in process.parameters() if id(p) not in known and p.requires_grad]
     groups = [{"params": rest, "weight_decay": 0.0}, {"params": inference, "weight_decay": weight_decay}]
