@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -92,6 +93,7 @@ def _last_words(process: BaseProcess) -> str:
 def _serve(connection: Connection, work: Callable[[Job], Iterable[Piece]], threads: int) -> None:
     """Work off jobs until None comes, in a process of its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the parent, which ends this process
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     torch.set_num_threads(threads)
     try:
         while (job := connection.recv()) is not None:
@@ -105,6 +107,14 @@ def _serve(connection: Connection, work: Callable[[Job], Iterable[Piece]], threa
             connection.send(answer)
     except (EOFError, BrokenPipeError):
         return  # the parent is gone
+
+
+def _end_with_the_parent() -> None:
+    """A parent that was killed ends nobody: its processes would go on with what no one waits for."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def cores() -> int:
