@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dubito.bayesian import BayesianModule
-from dubito.experiments.cvp.contestants import CONTESTANTS, OURS, Bench, Budget
+from dubito.experiments.cvp.contestants import CONTESTANTS, Bench, Budget
 from dubito.experiments.cvp.costs import costs
 from dubito.experiments.cvp.exam import judge
 from dubito.experiments.cvp.material import Material, Sizes, load_material
@@ -30,7 +30,7 @@ from dubito.moments.propagate import gaussian_weights
 
 SPREADS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15)  #: factors on the posterior's standard deviations that are tried
 TRYING = 16  # draws of each
-COST_SEED = 0  # costs are measured on this seed's network
+COSTS, COST_SEED = "costs", 0  # a row of its own, measured on this seed's network
 Values = dict[str, Any]
 Piece = tuple[Values, Values]
 
@@ -60,6 +60,10 @@ class CvpSettings:
     budget: Budget = field(default_factory=Budget)
     methods: tuple[str, ...] = tuple(CONTESTANTS)
     compile_too: bool = True
+
+    def rows_of(self, seed: int) -> tuple[str, ...]:
+        """Methods, and where they are measured, costs."""
+        return (*self.methods, COSTS) if seed == COST_SEED else self.methods
 
     def key(self, part: str, method: str, seed: int) -> Values:
         """What a row depends on."""
@@ -126,13 +130,14 @@ def measure(
     jobs = []
     for part in parts:
         for seed in seeds:
-            found = [m for m in settings.methods if kept[part].find(settings.key(part, m, seed)) is None]
+            wanted = settings.rows_of(seed)
+            found = [m for m in wanted if kept[part].find(settings.key(part, m, seed)) is None]
             if found:
                 jobs.append(Job(settings, part, seed, tuple(found), folder))
     with contextlib.closing(_pieces(jobs, processes)) as pieces:
         for key, values in pieces:
             say(line(kept[key["data"]].add(key, values)))
-    rows = (kept[p].find(settings.key(p, m, s)) for p in parts for s in seeds for m in settings.methods)
+    rows = (kept[p].find(settings.key(p, m, s)) for p in parts for s in seeds for m in settings.rows_of(s))
     return [row for row in rows if row is not None]
 
 
@@ -150,20 +155,15 @@ def measured(job: Job) -> Iterator[Piece]:
     material = load_material(job.part, settings.sizes, job.seed)
     posterior = _posterior(job, material)
     bench = Bench(posterior.bayes, material, job.seed, settings.budget)
+    shared = {"train_seconds": posterior.seconds, "spread": posterior.spread, "tried": dict(posterior.tried)}
     for method in job.methods:
         watch = Stopwatch()
-        answer = CONTESTANTS[method].answer(bench)
-        values = judge(answer, bench)
-        device = material.test[0].device
-        values |= {
-            "seconds": watch.seconds(device),
-            "train_seconds": posterior.seconds,
-            "spread": posterior.spread,
-        }
-        values["tried"] = posterior.tried
-        if method == OURS and job.seed == COST_SEED:
-            values["costs"] = _costs(bench, settings)
-        yield settings.key(job.part, method, job.seed), values
+        if method == COSTS:
+            values: Values = {"metrics": {}, "costs": _costs(bench, settings)}
+        else:
+            values = judge(CONTESTANTS[method].answer(bench), bench)
+        seconds = watch.seconds(material.test[0].device)
+        yield settings.key(job.part, method, job.seed), {**values, **shared, "seconds": seconds}
 
 
 def _costs(bench: Bench, settings: CvpSettings) -> dict[str, float]:
@@ -248,5 +248,5 @@ def _restored(network: nn.Module, kept: Mapping[str, Any]) -> Posterior:
 def line(row: Values) -> str:
     """A row in words, for progress."""
     key, metrics = row["key"], row["metrics"]
-    shown = ", ".join(f"{name} {value:.3g}" for name, value in metrics.items())
+    shown = ", ".join(f"{n} {v:.3g}" for n, v in (metrics or row.get(COSTS, {})).items())
     return f"    {key['data']}, seed {key['seed']}, {key['method']} ({row['seconds']:.0f} s): {shown}"

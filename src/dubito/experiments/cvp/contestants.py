@@ -45,7 +45,7 @@ class Budget:
 
     draws: int = DRAWS
     matching: int = 60
-    nll_steps: int = 40
+    nll_steps: int = 30
     nll_lr: float = 0.1
     scalar_steps: int = 60
 

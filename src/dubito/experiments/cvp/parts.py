@@ -51,7 +51,7 @@ def others(part: str, settings: CvpSettings, seeds: Sequence[int], folder: Path 
     found: list[Values] = []
     for other in TITLES:
         kept = Rows(folder / f"{other}.json") if other != part else Rows()
-        keys = [settings.key(other, method, seed) for seed in seeds for method in settings.methods]
+        keys = [settings.key(other, method, seed) for seed in seeds for method in settings.rows_of(seed)]
         found += [row for row in map(kept.find, keys) if row is not None]
     return found
 
