@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.data import DataSplit, Images, fashion_mnist, mnist, stratified_split
-from dubito.data.sentiment import movie_split, rated_sentences
+from dubito.data.sentiment import movie_split, place_of, rated_sentences
 
 FURTHER_TEST = 960  # training sentences that are judged on as well: the test part alone has 1,040
 UNKNOWN_SENTENCES = ("tweets", "nyt_editorials")
@@ -89,10 +89,10 @@ def sentences(sizes: Sizes, seed: int) -> Material:
 
     split = movie_split()
     further = split.train.some(FURTHER_TEST).texts if (sizes.test or math.inf) > len(split.test) else ()
-    taken = set(further)
+    taken = {place_of(text) for text in further}  # without regard to case, as the data's own division is
     texts, labels = _texts(split.train)
-    rest = [i for i, text in enumerate(texts) if text not in taken]
-    more = [i for i, text in enumerate(texts) if text in taken]
+    rest = [i for i, text in enumerate(texts) if place_of(text) not in taken]
+    more = [i for i, text in enumerate(texts) if place_of(text) in taken]
     others, other_labels = _texts(split.validation)
     pool, pool_labels = [texts[i] for i in rest] + others, torch.cat((labels[rest], other_labels))
     held = sizes.validation or len(others)
