@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "dubito"
 
 LAZY = {"torchmetrics", "matplotlib", "accelerate", "typer", "rich", "scipy", "pandas", "transformers"}
-LAZY |= {"sklearn", "mlxtend", "safetensors", "tokenizers"}
+LAZY |= {"sklearn", "mlxtend", "safetensors", "tokenizers", "pyro"}
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
 NAMELESS = frozenset({"utils", "util", "helpers", "helper", "misc", "core", "common"})

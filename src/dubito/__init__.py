@@ -1,6 +1,6 @@
 """dubito: Bayesian deep learning in PyTorch. Any module, called with random weights."""
 
-from dubito import certificates, last_layer, moments, mup, objectives, theory
+from dubito import certificates, last_layer, mcmc, moments, mup, objectives, theory
 from dubito.amortised import BNNProcess, fit_process
 from dubito.bayesian import BayesianModule
 from dubito.conversion import bayesianize
@@ -85,6 +85,7 @@ __all__ = [
     "from_ivon",
     "from_variances",
     "last_layer",
+    "mcmc",
     "moments",
     "mup",
     "negative_elbo",
