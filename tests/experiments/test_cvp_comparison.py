@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dubito.data import Images
-from dubito.experiments.cvp import comparison
+from dubito.experiments.cvp import comparison, contestants
 from dubito.experiments.cvp.comparison import RECIPES, CvpSettings, chosen_spread, measure
 from dubito.experiments.cvp.contestants import CONTESTANTS, Bench, Budget
 from dubito.experiments.cvp.exam import agreement, packed, scores, unpacked
@@ -51,6 +51,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     def network(vocabulary: int, length: int) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
 
+    monkeypatch.setattr(contestants, "BATCH", 30)  # so that the test examples come in several
     monkeypatch.setattr(comparison, "load_material", made)
     monkeypatch.setattr(comparison, "NETWORKS", dict.fromkeys(RECIPES, network))
 

@@ -181,7 +181,7 @@ def one_pass(
     def answer(bench: Bench) -> Answer:
         calibration = None if method is None else bench.calibration(rules, method, head, correlations)
         test, unknown = (
-            bench.bayes.propagate(x.split(BATCH), calibration=calibration, rules=rules, head=head)
+            bench.bayes.propagate(list(x.split(BATCH)), calibration=calibration, rules=rules, head=head)
             for x in bench.inputs
         )
         moments = _before_temperature(test, calibration)
