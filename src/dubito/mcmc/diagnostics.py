@@ -31,7 +31,8 @@ def r_hat(values: Tensor) -> Tensor:
     """
     halves = _split(_checked(values))
     folded = (halves - halves.flatten(0, 1).quantile(0.5, dim=0)).abs()
-    return torch.maximum(_plain_r_hat(_normal_scores(halves)), _plain_r_hat(_normal_scores(folded)))
+    # fmax: what is symmetric about its median may not vary when folded
+    return torch.fmax(_plain_r_hat(_normal_scores(halves)), _plain_r_hat(_normal_scores(folded)))
 
 
 def effective_sample_size(values: Tensor, kind: EssKind = "bulk") -> Tensor:

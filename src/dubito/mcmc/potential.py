@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from dubito.mcmc.coordinates import Coordinates, Priors, Values, blocks_of
 from dubito.monte_carlo import as_arguments, run_draws
 from dubito.priors import WeightPrior
 from dubito.weights.empirical import Empirical
-from dubito.weights.family import Family, key_of
+from dubito.weights.family import DubitoWarning, Family, key_of
 from dubito.weights.point import Point
 from dubito.weights.slots import Slot, find_slots
 
@@ -72,6 +73,12 @@ class Potential:
             network, {n: w.unsqueeze(0) for n, w in self.start.items()}, likelihood, config.output
         ).requires_grad_(False)
         self.likelihood = self.bayes.require_likelihood()
+        if likelihood is not None and any(p.requires_grad for p in likelihood.parameters()):
+            warnings.warn(
+                f"the parameters that {type(likelihood).__name__} would learn have no prior, and are held as they are",
+                DubitoWarning,
+                stacklevel=4,
+            )
         self.args, self.kwargs = as_arguments(_placed(x, config.dtype, device))
         self.y: Tensor = _placed(y, config.dtype, device)
         self.evaluations = 0  # of the gradient, summed over chains
@@ -84,10 +91,10 @@ class Potential:
             self.likelihood.check_target(outputs, self.y)
             try:
                 self.coordinates.weights(self.coordinates.of_weights(self.start))
-            except KeyError as error:
+            except (KeyError, ValueError) as error:
                 raise ValueError(
-                    f"the joint prior is over a weight {error} that is not sampled here; sampled are "
-                    f"{', '.join(self.start)} (of a learned prior, sample process.network())"
+                    f"the prior does not fit the weights that are sampled, {', '.join(self.start)} ({error}); a "
+                    "learned prior is over those of process.network()"
                 ) from error
 
     def _outputs(self, weights: Values) -> Tensor:
