@@ -77,7 +77,7 @@ class Potential:
             warnings.warn(
                 f"the parameters that {type(likelihood).__name__} would learn have no prior, and are held as they are",
                 DubitoWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         self.args, self.kwargs = as_arguments(_placed(x, config.dtype, device))
         self.y: Tensor = _placed(y, config.dtype, device)

@@ -154,12 +154,9 @@ class MCMCResult:
         rows = {"log density": self.convergence.worst()}
         if x is not None:
             rows["function values (worst)"] = self.function_convergence(x).worst()
-        worst = [c.worst() for c in self.weight_convergence().values()]
-        rows["weights (worst; not identified)"] = (
-            max(w[0] for w in worst),
-            min(w[1] for w in worst),
-            min(w[2] for w in worst),
-        )
+        each = zip(*self.weight_convergence().values(), strict=True)
+        weights = Convergence(*(torch.cat([part.reshape(-1) for part in parts]) for parts in each))
+        rows["weights (worst; not identified)"] = weights.worst()
         lines = [repr(self), f"{'':32}{'R-hat':>8}{'ESS bulk':>10}{'ESS tail':>10}"]
         lines += [f"{name:32}{r:8.3f}{bulk:10.0f}{tail:10.0f}" for name, (r, bulk, tail) in rows.items()]
         return "\n".join(lines)
