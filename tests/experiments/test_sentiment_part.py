@@ -12,7 +12,8 @@ pytest.importorskip("tokenizers")
 
 from dubito.data.sentiment import Sentences
 from dubito.experiments.reproduction import PartJob
-from dubito.experiments.singular.contestants import CONTESTANTS, Fitted
+from dubito.experiments.singular import sentiment_tuning
+from dubito.experiments.singular.contestants import CONTESTANTS, Fitted, Recipe
 from dubito.experiments.singular.paper_figures import SST2 as PAPER_SST2
 from dubito.experiments.singular.sentiment_exam import (
     FULL,
@@ -215,3 +216,19 @@ def test_sst2_takes_its_place_where_it_is_there(folder: Path) -> None:
     assert material.data == SST2
     assert list(material.unknown) == ["ag_news", "tweets", "nyt_editorials", "amazon_reviews"]
     assert len(material.split.test) == 200
+
+
+def test_search_changes_one_setting_at_a_time_and_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def judged(method: str, recipe: Recipe, *_: object) -> tuple[float, float]:
+        tried.append((recipe.lr, recipe.beta, recipe.scale))
+        assert recipe.lr is not None
+        return abs(recipe.lr - 3e-3) + abs(recipe.beta - 1e-2) + recipe.scale, 0.5
+
+    monkeypatch.setattr(sentiment_tuning, "_tried", judged)
+    found = list(sentiment_tuning.search("low-rank", None, SMALL))  # type: ignore[arg-type]
+    assert len(found) == len(tried) == 7
+    assert tried[-1] == (3e-3, 1e-2, 0.03)
+    assert min(found, key=lambda one: one[1])[0] == found[-1][0]
+    assert len(list(sentiment_tuning.search("deterministic", None, SMALL))) == 3  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +148,9 @@ def run_errand(errand: Errand) -> Iterator[Piece]:
 
 
 def line(row: Values) -> str:
-    """A row in words, for progress."""
+    """A row in words, for progress: its first figures, which are the main ones."""
     key, metrics = row["key"], row["metrics"]
-    shown = ", ".join(f"{name} {value:.3g}" for name, value in metrics.items())
+    shown = ", ".join(f"{name} {value:.3g}" for name, value in islice(metrics.items(), 4))
     return (
         f"    {key['network']}, seed {key['seed']}, {key['method']} ({row['train_seconds']:.0f} s): {shown}"
     )

@@ -16,7 +16,7 @@ from dubito.experiments.singular.contestants import CONTESTANTS, Contest, Recipe
 from dubito.experiments.singular.sentiment_exam import Material, SentimentSettings
 from dubito.metrics import classification_metrics
 
-BETAS, RATES, SCALES = (1e-3, 1e-2, 1e-1), (1e-3, 3e-3), (0.1, 0.03)
+RATES, BETAS, SCALES = (1e-3, 3e-3, 1e-2), (1e-3, 1e-2, 1e-1, 1.0), (0.1, 0.03)
 EPOCHS, SAMPLES = 5, 8
 
 
@@ -26,8 +26,8 @@ def search(
     """Recipes with their validation NLL and accuracy: one setting after the other, each at the best of those before."""
     best, least = Recipe(beta=BETAS[0], lr=RATES[0], scale=SCALES[0]), math.inf
     candidates: list[dict[str, Any]] = [
-        *({"beta": beta} for beta in BETAS if method != "deterministic" or beta == BETAS[0]),
-        *({"lr": rate} for rate in RATES[1:]),
+        *({"lr": rate} for rate in RATES),
+        *({"beta": beta} for beta in BETAS[1:] if method != "deterministic"),
         *({"scale": scale} for scale in SCALES[1:] if method != "deterministic"),
     ]
     for changed in candidates:
