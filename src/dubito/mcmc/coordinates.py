@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,11 +29,13 @@ class Block:
         shapes: of its weights, by name.
         prior: of one parameter, or a joint one of all.
         whitened: the coordinates are those in which the prior is standard normal.
+        looped: the joint prior's functions that have turned out not to run under `vmap`.
     """
 
     shapes: dict[str, torch.Size]
     prior: ParameterPrior | WeightPrior
     whitened: bool
+    looped: set[str] = field(default_factory=set)
 
     def weights(self, z: Values) -> Values:
         """Weights from coordinates; draws may lead."""
@@ -81,6 +83,13 @@ class Block:
         name, shape = next(iter(self.shapes.items()))
         if values[name].ndim == len(shape):
             return function(values)
+        if function.__name__ not in self.looped:
+            try:
+                return torch.vmap(function)(values)
+            except (
+                Exception
+            ):  # no batching rule, or a choice by value; or wrong weights, which the loop names
+                self.looped.add(function.__name__)
         draws = [function({n: v[s] for n, v in values.items()}) for s in range(len(values[name]))]
         return {n: torch.stack([d[n] for d in draws]) for n in draws[0]}
 
@@ -152,11 +161,15 @@ class Coordinates:
         """Weights by name, and the log prior density of the coordinates, () or (C,)."""
         named, total = self.split(z), z.new_zeros(z.shape[:-1])
         weights: Values = {}
+        standard = all(block.whitened for block in self.blocks)
+        if standard:
+            total = -0.5 * z.square().sum(-1) - self.size * _HALF_LOG_TWO_PI
         for block in self.blocks:
             part = {name: named[name] for name in block.shapes}
             made = block.weights(part)
             weights.update(made)
-            total = total + block.log_prob(part, made)
+            if not standard:
+                total = total + block.log_prob(part, made)
         return {name: weights[name] for name in self.shapes}, total
 
     def of_weights(self, weights: Values) -> Tensor:
