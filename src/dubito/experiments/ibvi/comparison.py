@@ -49,7 +49,7 @@ class ComparisonSettings:
     data: tuple[str, ...] = ("mnist", "fashion-mnist")
     networks: tuple[str, ...] = ("lenet5", "resnet")
     methods: tuple[str, ...] = tuple(CONTESTANTS)
-    epochs: Mapping[str, int] = field(default_factory=lambda: {"lenet5": 10, "resnet": 6})
+    epochs: Mapping[str, int] = field(default_factory=lambda: {"lenet5": 30, "resnet": 20})
     samples: int = 16
     sizes: Sizes = field(default_factory=Sizes)
     seeds: tuple[int, ...] = (0,)

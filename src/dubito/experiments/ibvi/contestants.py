@@ -62,9 +62,9 @@ NETWORKS: Mapping[str, Architecture] = MappingProxyType(
             ("conv1", "out"),
             ("hidden2", "out"),
             plain=Recipe(lr=0.05),
-            ibvi=Recipe(lr=0.05, scale=0.1, spread=0.1),
-            ibvi_last_two=Recipe(lr=0.05, scale=0.25, spread=0.1),
-            mean_field=Recipe(lr=0.1),
+            ibvi=Recipe(lr=0.05),
+            ibvi_last_two=Recipe(lr=0.05),
+            mean_field=Recipe(lr=0.05),
         ),
         "resnet": Architecture(
             "small ResNet",
@@ -72,9 +72,9 @@ NETWORKS: Mapping[str, Architecture] = MappingProxyType(
             ("conv1", "out"),
             ("block3.conv2", "out"),
             plain=Recipe(lr=0.05),
-            ibvi=Recipe(lr=0.05, scale=0.25, spread=0.1),
-            ibvi_last_two=Recipe(lr=0.05, scale=0.25, spread=0.1),
-            mean_field=Recipe(lr=0.1),
+            ibvi=Recipe(lr=0.05),
+            ibvi_last_two=Recipe(lr=0.05),
+            mean_field=Recipe(lr=0.05),
         ),
     }
 )

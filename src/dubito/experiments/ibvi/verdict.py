@@ -153,8 +153,9 @@ def comparison_part(job: PartJob) -> Outcome:
             f"{sizes.train or 'All'} training images, {epochs} epochs of SGD with momentum 0.9 and batches of 128, one "
             f"draw of the weights a step and {settings.samples} in a prediction, seeds {list(job.seeds)}. Errors on "
             f"{sizes.test or 'all'} test images; unknown images are the other data set's; 15 corruptions at the "
-            f"highest severity on {sizes.corrupted or 'all'} test images. Learning rates, ranks and scales were "
-            "chosen on validation images of Fashion-MNIST alone.",
+            f"highest severity on {sizes.corrupted or 'all'} test images. Implicit-bias inference starts at "
+            "the prior of torch's own initial scales and takes plain's learning rate; see the docs for what was tried "
+            "on validation images.",
         ),
         tables(rows),
         tuple(picture(rows, n) for n in settings.networks if any(r["key"]["network"] == n for r in rows)),
