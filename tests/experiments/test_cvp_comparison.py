@@ -1,6 +1,7 @@
 """The comparison of one pass with many on made data: methods, resumption, agreement, tables, targets."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from dubito.experiments.cvp import comparison, contestants
 from dubito.experiments.cvp.comparison import RECIPES, CvpSettings, chosen_spread, measure
 from dubito.experiments.cvp.contestants import CONTESTANTS, Bench, Budget
 from dubito.experiments.cvp.exam import agreement, packed, scores, unpacked
-from dubito.experiments.cvp.markdown import markdown
+from dubito.experiments.cvp.markdown import main, markdown
 from dubito.experiments.cvp.material import Material, Sizes, paired
 from dubito.experiments.cvp.networks import PairNetwork, SmallResNet, SmallViT
 from dubito.experiments.cvp.parts import outcome
@@ -79,13 +80,17 @@ def test_all_methods_are_measured_and_taken_up(
     again = measure(["vit"], other, (0,), tmp_path)
     for row in again[:-1]:
         assert row["metrics"] == pytest.approx(found[row["key"]["method"]]["metrics"], rel=1e-4, abs=1e-5)
+    monkeypatch.setattr(Bench, "drawn", lambda self: pytest.fail("drawn again"))
+    (tmp_path / "vit.json").unlink()
+    alone = dataclasses.replace(SMALL, methods=("paper",))
+    measure(["vit"], alone, (0,), tmp_path)  # the draws' moments were kept
     # another setting is another row
     wider = dataclasses.replace(other, sizes=Sizes(100, 60, 80, 40))
     with pytest.raises(pytest.fail.Exception, match="trained again"):
         measure(["vit"], wider, (0,), tmp_path)
 
 
-def test_tables_targets_and_words(small: None) -> None:
+def test_tables_targets_and_words(small: None, tmp_path: Path) -> None:
     methods = ("mean", "mc-400", "streamlining-scale", "paper-nll", "cvp", "cvp-matched-nll")
     settings = dataclasses.replace(SMALL, methods=(*methods, "no-moments", "no-norm", "ours"))
     measured = measure(["vit"], settings, (0,))
@@ -102,7 +107,13 @@ def test_tables_targets_and_words(small: None) -> None:
     whole = overall(rows)
     assert len(whole) == 2
     assert overall([r for r in rows if r["key"]["data"] != "vit"]) == {}
-    text = markdown(rows)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "all.json").write_text(json.dumps(rows))
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\nwords\n\n## Results\n\nold\n")
+    main(str(tmp_path / "rows"), str(page))
+    text = page.read_text()
+    assert text == "# Title\n\nwords\n\n## Results\n\n" + markdown(rows)
     assert text.count("**met**") == 0
     assert text.count("(difference in AURC × 100") == 12
     assert "### All four" in text

@@ -18,7 +18,7 @@ from dubito.experiments.cvp.costs import costs
 from dubito.experiments.cvp.exam import judge
 from dubito.experiments.cvp.material import Material, Sizes, load_material
 from dubito.experiments.cvp.networks import NETWORKS
-from dubito.experiments.cvp.training import Recipe, at_spread, drawn_logits, train
+from dubito.experiments.cvp.training import Recipe, at_spread, drawn_logits, save_whole, train
 from dubito.experiments.evaluation import Stopwatch
 from dubito.experiments.ibvi.comparison import Rows
 from dubito.experiments.ibvi.processes import in_processes
@@ -154,7 +154,9 @@ def measured(job: Job) -> Iterator[Piece]:
     settings = job.settings
     material = load_material(job.part, settings.sizes, job.seed)
     posterior = _posterior(job, material)
-    bench = Bench(posterior.bayes, material, job.seed, settings.budget)
+    kept = job.folder / f"{job.part}-{job.seed}-moments.pt" if job.folder is not None else None
+    key = {**settings.trained(job.part, job.seed), "draws": settings.budget.draws}
+    bench = Bench(posterior.bayes, material, job.seed, settings.budget, kept, key)
     shared = {"train_seconds": posterior.seconds, "spread": posterior.spread, "tried": dict(posterior.tried)}
     for method in job.methods:
         watch = Stopwatch()
@@ -231,10 +233,7 @@ def _keep(path: Path, key: Values, posterior: Posterior) -> None:
         "tried": dict(posterior.tried),
         "seconds": posterior.seconds,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    torch.save(values, temporary)
-    temporary.replace(path)
+    save_whole(path, values)
 
 
 def _restored(network: nn.Module, kept: Mapping[str, Any]) -> Posterior:

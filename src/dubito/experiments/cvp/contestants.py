@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from dubito.bayesian import BayesianModule
 from dubito.experiments.cvp.material import Material
-from dubito.experiments.cvp.training import drawn_logits
+from dubito.experiments.cvp.training import drawn_logits, save_whole
 from dubito.likelihoods import Categorical
 from dubito.moments.calibration import Calibration, calibrate
 from dubito.moments.logit_covariance import LogitCovariance
@@ -52,12 +53,24 @@ class Budget:
 
 @dataclass
 class Bench:
-    """A trained posterior, the data, and what the methods share."""
+    """A trained posterior, the data, and what the methods share.
+
+    Attributes:
+        bayes: the posterior.
+        material: the data.
+        seed: of all draws.
+        budget: draws and steps.
+        kept: file of the reference's moments, which are not drawn again where it is there; None keeps nothing.
+        key: what those moments depend on.
+    """
 
     bayes: BayesianModule
     material: Material
     seed: int
     budget: Budget = field(default_factory=Budget)
+    kept: Path | None = None
+    key: Mapping[str, Any] = field(default_factory=dict)
+    _reference: Moments | None = None
     _logits: tuple[Tensor, Tensor] | None = None
     _mean: tuple[Tensor, Tensor] | None = None
     _calibrations: dict[tuple[str, str, str], Calibration] = field(default_factory=dict)
@@ -73,6 +86,20 @@ class Bench:
             test, unknown = drawn_logits(self.bayes, self.inputs, self.budget.draws, 10_000 + self.seed)
             self._logits = (test, unknown)
         return self._logits
+
+    def reference(self) -> Moments:
+        """Mean and variance of the test logits over all draws; made once, and kept in a file where there is one."""
+        if self._reference is None and self.kept is not None and self.kept.is_file():
+            found = torch.load(self.kept, weights_only=True)
+            if found["key"] == self.key:
+                self._reference = Moments(found["mean"], found["variance"])
+        if self._reference is None:
+            test = self.drawn()[0]
+            self._reference = Moments(test.mean(0), test.var(0))
+            if self.kept is not None:
+                values = {"key": self.key, "mean": self._reference.mean, "variance": self._reference.variance}
+                save_whole(self.kept, values)
+        return self._reference
 
     def at_mean(self) -> tuple[Tensor, Tensor]:
         """Logits of the mean network on test and unknown inputs."""

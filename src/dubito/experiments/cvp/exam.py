@@ -59,9 +59,7 @@ def judge(answer: Answer, bench: Bench) -> dict[str, Any]:
     each = [scores(test, labels, unknown) for test, unknown in zip(answer.test, answer.unknown, strict=True)]
     metrics = {name: statistics.fmean(one[name] for one in each) for name in each[0]}
     if answer.moments is not None:
-        drawn = bench.drawn()[0]
-        reference = Moments(drawn.mean(0), drawn.var(0))
-        found = agreement(answer.moments, reference, bench.at_mean()[0])
+        found = agreement(answer.moments, bench.reference(), bench.at_mean()[0])
         metrics |= {name: value for name, value in found.items() if math.isfinite(value)}
     first = answer.test[0]
     return {

@@ -1,4 +1,8 @@
-"""The kept rows as Markdown, for the docs: `python -m dubito.experiments.cvp.markdown FOLDER`."""
+"""The kept rows as Markdown, for the docs.
+
+`python -m dubito.experiments.cvp.markdown FOLDER` prints them; with the name of a page behind it, they take the place
+of whatever that page has below its line `## Results`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dubito.experiments.cvp.verdict import TITLES, Values, in_words, overall, parts_of, tables, targets
+from dubito.report import write_whole
+
+HEADING = "\n## Results\n"
 
 
 def markdown(rows: Sequence[Values]) -> str:
@@ -40,11 +47,22 @@ def _trained(rows: Sequence[Values], part: str) -> str:
     return "; ".join(said) + "."
 
 
-def main(folder: str) -> None:
-    """Print what is in the folder's files."""
+def main(folder: str, page: str | None = None) -> None:
+    """Print what is in the folder's files, or write it into a page.
+
+    Raises:
+        ValueError: if the page has no line `## Results`.
+    """
     rows = [row for path in sorted(Path(folder).glob("*.json")) for row in json.loads(path.read_text())]
-    print(markdown(rows), end="")
+    text = markdown(rows)
+    if page is None:
+        print(text, end="")
+        return
+    before, line, _ = Path(page).read_text(encoding="utf-8").partition(HEADING)
+    if not line:
+        raise ValueError(f"{page} has no line {HEADING.strip()!r}, below which the results belong")
+    write_whole(Path(page), before + HEADING + "\n" + text)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

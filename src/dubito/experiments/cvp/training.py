@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -115,3 +118,11 @@ def drawn_logits(
         for kept, x in zip(found, inputs, strict=True):
             kept.append(torch.cat([network(part) for part in x.split(batch)]))
     return tuple(torch.stack(logits) for logits in found)
+
+
+def save_whole(path: Path, values: Mapping[str, Any]) -> None:
+    """`torch.save` so that a reader finds the old file or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.part")
+    torch.save(dict(values), temporary)
+    temporary.replace(path)
