@@ -35,6 +35,7 @@ def test_reads_back_what_was_written(tmp_path, shape, packed):
         (idx_bytes(torch.zeros(2, 3))[:-1], "states 6 elements"),
         (idx_bytes(torch.zeros(2, 3)) + b"\0", "holds 7"),
         (gzip.compress(idx_bytes(torch.zeros(2, 3)))[:-9], "broken gzip"),
+        (gzip.compress(idx_bytes(torch.zeros(2, 3)))[:10] + b"\xff" * 40, "broken gzip"),
     ],
 )
 def test_damaged_files_are_named(tmp_path, data, message):

@@ -2,6 +2,7 @@
 
 import gzip
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -161,3 +162,20 @@ def test_ag_news_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "test.csv").write_text('"3","no description"\n')
     with pytest.raises(ValueError, match="row 1"):
         ag_news(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data[:-12], "broken gzip"),
+        (lambda data: data[:20] + bytes(40) + data[60:], "broken gzip"),
+        (lambda data: b"nothing of the kind", "broken gzip"),
+        (lambda data: gzip.compress(b"\xff\xfe" + gzip.decompress(data)), "not UTF-8"),
+    ],
+    ids=["cut short", "overwritten", "no gzip", "no text"],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], said: str) -> None:
+    path = write_ratings(tmp_path, made(40)) / "movie_reviews.tsv.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=f"movie_reviews.*{said}"):
+        rated_sentences("movie_reviews", tmp_path)

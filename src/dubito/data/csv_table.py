@@ -8,6 +8,7 @@ import gzip
 import io
 import math
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ def read_csv(path: str | os.PathLike[str]) -> CsvTable:
     if data[:2] == b"\x1f\x8b":
         try:
             data = gzip.decompress(data)
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, zlib.error) as error:
             raise TableError(f"{path}: broken gzip file ({error}); fetch it again") from error
     try:
         lines = list(csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""), strict=True))

@@ -6,6 +6,7 @@ import gzip
 import math
 import os
 import struct
+import zlib
 from pathlib import Path
 
 import numpy
@@ -32,7 +33,7 @@ def read_idx(path: str | os.PathLike[str]) -> Tensor:
     if data[:2] == b"\x1f\x8b":
         try:
             data = gzip.decompress(data)
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, zlib.error) as error:
             raise ValueError(f"{path}: broken gzip file ({error}); fetch it again") from error
     if len(data) < 4 or data[:2] != b"\0\0":
         raise ValueError(f"{path}: not an IDX file (it must begin with two zero bytes)")

@@ -10,9 +10,11 @@ from __future__ import annotations
 import csv
 import gzip
 import hashlib
+import io
 import math
 import os
 import statistics
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,9 +246,16 @@ def _existing(folder: Path, name: str) -> Path:
 
 
 def _opened(path: Path) -> TextIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")
-    return path.open(encoding="utf-8", newline="")
+    data = path.read_bytes()
+    if data[:2] == b"\x1f\x8b" or path.suffix == ".gz":
+        try:
+            data = gzip.decompress(data)
+        except (EOFError, OSError, zlib.error) as error:
+            raise ValueError(f"{path}: broken gzip file ({error}); fetch it again") from error
+    try:
+        return io.StringIO(data.decode("utf-8"), newline="")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
