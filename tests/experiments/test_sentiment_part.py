@@ -97,7 +97,7 @@ def test_every_method_is_trained_and_judged_and_rows_are_taken_up(
     assert plain["variational"] == 0 < low_rank["variational"]
     assert plain["metrics"]["tweets_auroc"] == 0.5
     assert low_rank["metrics"]["tweets_mi_ratio"] > 0
-    assert len(found.tables) == 2 + 3 + 1
+    assert len(found.tables) == 3 + 3 + 1
     assert len(found.pictures) == 1
     monkeypatch.setattr(Material, "load", classmethod(lambda cls, settings: pytest.fail("measured anew")))
     assert run_sentiment(job, SMALL, folder / "rows").values["rows"] == rows
@@ -194,11 +194,12 @@ def test_without_ratings_nothing_is_said_of_raters_and_the_papers_figures_stand_
     found = outcome(rows(0.7, 0.6), SMALL, (0, 1))  # type: ignore[arg-type]
     captions = [table.caption for table in found.tables]
     assert not any("raters" in caption for caption in captions)
-    assert "OTHER DATA" in captions[1]
+    assert captions[1] == "Cost"
+    assert "OTHER DATA" in captions[2]
     by_title = dict(zip(found.tables[0].columns, found.tables[0].rows[1].cells, strict=True))
     assert found.tables[0].rows[1].label == "low-rank factors"
-    assert by_title["OOD AUROC, tweets (chance .500)"] == "0.705 ± 0.007"
-    assert by_title["numbers stored"] == "9"
+    assert by_title["OOD AUROC, tweets"] == "0.705 ± 0.007"
+    assert found.tables[1].rows[0].cells[1] == "9"
     assert set(PAPER_SST2) == set(CONTESTANTS)
 
 

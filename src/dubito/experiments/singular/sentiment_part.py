@@ -14,7 +14,7 @@ from dubito.experiments.singular.icu_part import FOLDER, PROCESSES
 from dubito.experiments.singular.paper_figures import SST2 as PAPER_SST2
 from dubito.experiments.singular.rows import measure
 from dubito.experiments.singular.sentiment_exam import FULL, SST2, SentimentSettings, study
-from dubito.experiments.singular.verdict import Column, Values, mean_of, of_variant, ood_picture, table
+from dubito.experiments.singular.verdict import Column, Values, costs, mean_of, of_variant, ood_picture, table
 from dubito.report import Row, Table
 
 TITLES: Mapping[str, str] = {
@@ -42,9 +42,10 @@ def quality_columns(rows: Sequence[Values]) -> tuple[Column, ...]:
         Column("accuracy", "accuracy"),
         Column("nll", "NLL"),
         Column("ece", "ECE"),
-        Column("aupr_succ", "AUPR-Succ (chance)", chance="aupr_succ_chance"),
+        Column("aupr_succ", "AUPR-Succ"),
+        Column("aupr_succ_chance", "its chance"),
         *(
-            Column(f"{source}_auroc", f"OOD AUROC, {TITLES[source]} (chance .500)")
+            Column(f"{source}_auroc", f"OOD AUROC, {TITLES[source]}", chance=".500")
             for source in sources(rows)
         ),
     )
@@ -54,11 +55,11 @@ def unknown_columns(rows: Sequence[Values], source: str) -> tuple[Column, ...]:
     """Of a source's table; average precisions have the share of positives as chance."""
     out, inside = (rows[0]["metrics"][f"{source}_{name}_chance"] for name in ("aupr_out", "aupr_in"))
     return (
-        Column(f"{source}_auroc", "OOD AUROC (chance .500)"),
-        Column(f"{source}_aupr_out", f"AUPR-OOD (chance {out:.3f})"),
-        Column(f"{source}_aupr_in", f"AUPR-In (chance {inside:.3f})"),
-        Column(f"{source}_mi_ratio", "MI ratio (chance 1)", 2),
-        Column(f"{source}_auroc_entropy", "OOD AUROC by entropy"),
+        Column(f"{source}_auroc", "OOD AUROC", chance=".500"),
+        Column(f"{source}_aupr_out", "AUPR-OOD", chance=f"{out:.3f}"),
+        Column(f"{source}_aupr_in", "AUPR-In", chance=f"{inside:.3f}"),
+        Column(f"{source}_mi_ratio", "MI ratio", 2, chance="1"),
+        Column(f"{source}_auroc_entropy", "OOD AUROC by entropy", chance=".500"),
     )
 
 
@@ -96,10 +97,10 @@ def tables(rows: Sequence[Values]) -> tuple[Table, ...]:
         quality_columns(rows),
         f"{variant}; out of distribution and errors by mutual information",
     )
-    made = [quality, paper_table()]
+    made = [quality, costs(rows, variant, "Cost", {}), paper_table()]
     for source in sources(rows):
         caption = f"Out of distribution: {TITLES[source]}; by mutual information except the last"
-        made.append(_without_cost(table(rows, variant, unknown_columns(rows, source), caption)))
+        made.append(table(rows, variant, unknown_columns(rows, source), caption))
     if "aleatoric_sd" in rows[0]["metrics"]:
         known = "aleatoric_sd_all" in rows[0]["metrics"]
         caption = (
@@ -108,7 +109,7 @@ def tables(rows: Sequence[Values]) -> tuple[Table, ...]:
         )
         caption += '; "all" adds the test part\'s sentences without a label' if known else ""
         columns = (*RATERS, *WITH_AMBIGUOUS) if known else RATERS
-        made.append(_without_cost(table(rows, variant, columns, caption)))
+        made.append(table(rows, variant, columns, caption))
     return tuple(made)
 
 
@@ -123,15 +124,6 @@ def paper_table() -> Table:
         "pieces, one H100"
     )
     return Table(tuple(PAPER_COLUMNS.values()), rows, caption)
-
-
-def _without_cost(whole: Table) -> Table:
-    """Without parameters and seconds, which the first table has."""
-    return Table(
-        whole.columns[:-3],
-        tuple(Row(row.label, row.cells[:-3], row.note) for row in whole.rows),
-        whole.caption,
-    )
 
 
 def targets(rows: Sequence[Values]) -> dict[str, bool]:
