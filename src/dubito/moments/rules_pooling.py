@@ -94,6 +94,20 @@ def _adaptive_average(dims: int) -> Callable[..., Moments]:
     return pool
 
 
+_MAXIMA = {1: F.max_pool1d_with_indices, 2: F.max_pool2d_with_indices, 3: F.max_pool3d_with_indices}
+_ADAPTIVE_MAXIMA = {
+    1: F.adaptive_max_pool1d_with_indices,
+    2: F.adaptive_max_pool2d_with_indices,
+    3: F.adaptive_max_pool3d_with_indices,
+}
+
+
+def _at_largest(input: Moments, dims: int, mean: torch.Tensor, index: torch.Tensor) -> Moments:
+    """To first order a maximum is the entry whose mean is largest: its mean, and its variance."""
+    variance = input.variance.flatten(-dims).gather(-1, index.flatten(-dims))
+    return Moments(mean, variance.reshape(mean.shape))
+
+
 def _maximum(dims: int) -> Callable[..., Any]:
     def pool(
         context: Context,
@@ -108,6 +122,9 @@ def _maximum(dims: int) -> Callable[..., Any]:
         if return_indices:
             raise context.no_rule("max_pool(return_indices=True)", ": which entry is largest is random")
         stride = None if stride == [] else stride
+        if context.rules.activation == "delta":
+            options = (kernel_size, stride, padding, dilation, ceil_mode, True)
+            return _at_largest(input, dims, *_MAXIMA[dims](input.mean, *options))
         return Moments(
             *formulas.max_pool_moments(
                 input.mean, input.variance, kernel_size, stride, padding, dilation, ceil_mode, dims
@@ -124,6 +141,8 @@ def _adaptive_maximum(dims: int) -> Callable[..., Any]:
                 "adaptive_max_pool(return_indices=True)", ": which entry is largest is random"
             )
         size = output_size[0] if dims == 1 and isinstance(output_size, list | tuple) else output_size
+        if context.rules.activation == "delta":
+            return _at_largest(input, dims, *_ADAPTIVE_MAXIMA[dims](input.mean, size, True))
         return Moments(*formulas.adaptive_max_pool_moments(input.mean, input.variance, size, dims))
 
     return pool
