@@ -196,8 +196,8 @@ def test_without_ratings_nothing_is_said_of_raters_and_the_papers_figures_stand_
     assert not any("raters" in caption for caption in captions)
     assert captions[1] == "Cost"
     assert "OTHER DATA" in captions[2]
-    by_title = dict(zip(found.tables[0].columns, found.tables[0].rows[1].cells, strict=True))
-    assert found.tables[0].rows[1].label == "low-rank factors"
+    by_title = dict(zip(found.tables[0].columns, found.tables[0].rows[2].cells, strict=True))
+    assert found.tables[0].rows[2].label == "low-rank factors"
     assert by_title["OOD AUROC, tweets"] == "0.705 ± 0.007"
     assert found.tables[1].rows[0].cells[1] == "9"
     assert set(PAPER_SST2) == set(CONTESTANTS)

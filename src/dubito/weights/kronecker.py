@@ -158,7 +158,8 @@ class KroneckerCovariancePosterior(WeightPosterior):
             source = object()
             result[slot.name] = KroneckerMoments(slot.parameter, left, kernels, source, last)
             if unit.bias is not None:
-                result[unit.bias.name] = KroneckerBias(*result[unit.bias.name], source)
+                bias = result[unit.bias.name]
+                result[unit.bias.name] = KroneckerBias(bias.mean, bias.variance, source)
         return result
 
     @torch.no_grad()
