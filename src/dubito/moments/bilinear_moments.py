@@ -30,6 +30,18 @@ def add_variances(*variances: Tensor | None) -> Tensor | None:
     return total
 
 
+def _added(own: Tensor, other: Tensor) -> Tensor:
+    """`own + other`, into the memory of `own`, which the caller has just made, where nothing needs its old value."""
+    alike = own.shape == other.shape and own.dtype == other.dtype
+    return own.add_(other) if alike and _writable(own, other) else own + other
+
+
+def _writable(*tensors: Tensor) -> bool:
+    """Whether no gradient and no function transform follows these tensors."""
+    followed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return not followed and not any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+
+
 def bilinear_moments(
     function: Bilinear, a: Pair, b: Pair, *, b_second_moment: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -53,7 +65,9 @@ def bilinear_moments(
         through_a = function(variance_a, b_second_moment)
     if variance_b is not None:
         through_b = function(mean_a.square(), variance_b)
-    return mean, add_variances(through_a, through_b)
+    if through_a is not None and through_b is not None:
+        return mean, _added(through_a, through_b)
+    return mean, through_b if through_a is None else through_a
 
 
 def second_moment(pair: Pair) -> Tensor:
@@ -86,7 +100,11 @@ def linear_moments(
         return mean, through_x + F.linear(mean_x.square(), variance_w)
     squares = mean_x.square().expand(*through_x.shape[:-1], mean_x.shape[-1])
     flat = through_x.reshape(-1, through_x.shape[-1])
-    total = torch.addmm(flat, squares.reshape(-1, squares.shape[-1]), variance_w.t())
+    squares = squares.reshape(-1, squares.shape[-1])
+    if flat.dtype == squares.dtype == variance_w.dtype and _writable(flat, squares, variance_w):
+        total = flat.addmm_(squares, variance_w.t())
+    else:
+        total = torch.addmm(flat, squares, variance_w.t())
     return mean, total.view(through_x.shape)
 
 
