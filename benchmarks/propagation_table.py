@@ -136,7 +136,9 @@ def table(rows: list[Row]) -> str:
     last = ""
     for row in rows:
         common = (row.network, f"{row.weights:,}", f"{row.fraction:g}", " / ".join(map(str, row.coverage)))
-        shift = "-" if row.shift is None or not math.isfinite(row.shift) else f"{row.shift:.2f}"
+        shift = (
+            "-" if row.shift is None or not math.isfinite(row.shift) else f"{round(row.shift, 2) + 0.0:.2f}"
+        )
         own = (
             f"`{row.rules}`",
             f"{row.ratio:.2f} ({row.low:.2f}–{row.high:.2f})",
@@ -146,8 +148,12 @@ def table(rows: list[Row]) -> str:
         shown = common if row.network != last else ("", "", "", "")
         lines.append("| " + " | ".join((*shown, *own)) + " |")
         last = row.network
-    draws = sorted({row.draws for row in rows})
-    return "\n".join(lines) + f"\n\nDraws of the weights: {', '.join(map(str, draws))}."
+    names: dict[int, list[str]] = {}
+    for row in rows:
+        if row.network not in names.setdefault(row.draws, []):
+            names[row.draws].append(row.network)
+    said = "; ".join(f"{draws} for {', '.join(found)}" for draws, found in sorted(names.items()))
+    return "\n".join(lines) + f"\n\nDraws of the weights: {said}."
 
 
 def write_block(page: Path, mark: str, text: str) -> None:
