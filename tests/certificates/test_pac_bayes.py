@@ -177,6 +177,39 @@ def test_vacuous_is_said_against_guessing():
     assert "VACUOUS" not in str(found)
 
 
+def test_a_clipped_loss_is_vacuous_at_even_odds_not_only_at_one():
+    """The inverted-kl form never reaches 1, however large the KL: against 1 it would always say something."""
+    bayes, data = network(), problem(60)
+    wide = pac_bayes(bayes, data, loss=certificates.clipped_cross_entropy(cap=4.0), samples=16)
+    assert math.log(2) / 4.0 < wide.bound < 1.0
+    assert wide.vacuous
+
+
+def test_frozen_weights_are_an_assumption():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    net[0].requires_grad_(False)
+    families = {"2": dubito.MeanField(prior=Normal(0.0, 1.0))}
+    found = pac_bayes(
+        dubito.bayesianize(net, families, likelihood=dubito.Categorical()), problem(60), samples=4
+    )
+    assert any("2 frozen parameters" in sentence for sentence in found.assumptions)
+    assert not any(
+        "frozen" in sentence for sentence in pac_bayes(network(), problem(60), samples=4).assumptions
+    )
+
+
+def test_plain_networks_are_refused_by_name():
+    data = problem(60)
+    for ask in (
+        lambda: pac_bayes(nn.Linear(4, 2), data),
+        lambda: certificates.rank_sweep(nn.Linear(4, 2), data),
+        lambda: certificates.stochastic_gap(nn.Linear(4, 2), nn.Linear(4, 2), data[0]),
+        lambda: certificates.gaussian_complexity(nn.Linear(4, 2), data[0], 0.1, lipschitz=1.0),
+    ):
+        with pytest.raises(TypeError, match=r"not Linear|got Linear"):
+            ask()
+
+
 def test_a_clipped_loss_is_certified_too():
     bayes, (x, y) = network(), problem(2000)
     loss = certificates.clipped_cross_entropy(cap=3.0)
@@ -185,7 +218,7 @@ def test_a_clipped_loss_is_certified_too():
         outputs = bayes.outputs(x, draws=bayes.draw(32, seeded()))
     raw = F.cross_entropy(outputs.flatten(0, 1), y.repeat(32), reduction="none")
     assert found.empirical_risk == pytest.approx(float(raw.clamp(max=3.0).mean() / 3.0), rel=1e-5)
-    assert found.trivial == 1.0
+    assert found.trivial == pytest.approx(math.log(2) / 3.0), "even odds cost log 2 nats"
     own = pac_bayes(bayes, (x, y), loss=lambda z, t: (z.argmax(-1) != t).double(), samples=8)
     assert 0 <= own.empirical_risk <= own.bound
     regression = network(likelihood=dubito.Gaussian(0.1))

@@ -169,6 +169,11 @@ def _assumptions(rank: int, norm: float, fixed: bool) -> tuple[str, ...]:
 def _class_of(weight: WeightPosterior | Tensor, rank: int | None) -> tuple[Tensor, int, Predictor]:
     if isinstance(weight, Tensor):
         matrix, natural, predictor = weight.detach(), None, "plain network"
+    elif not isinstance(weight, WeightPosterior):
+        raise TypeError(
+            "weight must be a matrix or the posterior of one, list(bayes.posteriors())[0], not "
+            f"{type(weight).__name__}"
+        )
     else:
         if len(weight.slots) != 1 or len(weight.slots[0].shape) < 2:
             raise ValueError("one weight matrix is needed; this posterior covers other parameters")

@@ -15,7 +15,7 @@ from dubito.argument_checks import to_double
 from dubito.bayesian import BayesianModule
 from dubito.certificates.certificate import RefusedError
 from dubito.certificates.kl_inversion import kl_inverse
-from dubito.certificates.loss_constants import BoundedLoss
+from dubito.certificates.loss_constants import BoundedLoss, is_clipped_cross_entropy
 from dubito.likelihoods import Bernoulli, Categorical, Likelihood
 from dubito.monte_carlo import LABELS, check_samples, device_of, evaluating
 
@@ -46,7 +46,8 @@ class GibbsRisk:
         n: number of data.
         evaluations: independent draws in all: M for each batch.
         evenness: N / (batches · largest batch), 1 where all batches are of one size.
-        chance: risk of a predictor that guesses without looking, for the 0-1 loss; 1 for any other.
+        chance: risk of a predictor that guesses evenly among the classes without looking, for the 0-1 loss and for
+            `clipped_cross_entropy`; 1 for any other loss.
     """
 
     risk: float
@@ -107,9 +108,18 @@ def gibbs_risk(
     n = sum(counts)
     if not n:
         raise ValueError("data holds no batch: give (x, y), or an iterable of such pairs")
-    chance = 1.0 - 1.0 / classes if loss == "zero_one" else 1.0
+    chance = _chance(loss, classes)
     risk = min(total / (n * samples), 1.0)
     return GibbsRisk(risk, n, samples * len(counts), n / (len(counts) * max(counts)), chance)
+
+
+def _chance(loss: str | BoundedLoss, classes: int) -> float:
+    """The loss of even odds: what is known without any network."""
+    if loss == "zero_one":
+        return 1.0 - 1.0 / classes
+    if is_clipped_cross_entropy(loss):
+        return min(1.0, math.log(classes) / loss.cap)
+    return 1.0
 
 
 def _sizes(bayes: BayesianModule, samples: int) -> list[int]:

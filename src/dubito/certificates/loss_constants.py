@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -109,6 +109,11 @@ class ClippedLoss:
 def clipped_cross_entropy(cap: float = 4.0) -> ClippedLoss:
     """Cross entropy of logits with the classes last, cut at `cap` nats and divided by it."""
     return ClippedLoss(_cross_entropy, cap)
+
+
+def is_clipped_cross_entropy(loss: object) -> TypeGuard[ClippedLoss]:
+    """Whether a loss was made by `clipped_cross_entropy`."""
+    return isinstance(loss, ClippedLoss) and loss.loss is _cross_entropy
 
 
 def _cross_entropy(outputs: Tensor, y: Tensor) -> Tensor:

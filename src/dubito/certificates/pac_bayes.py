@@ -20,7 +20,7 @@ from dubito.certificates.certificate import Certificate, Predictor
 from dubito.certificates.gibbs_risk import GibbsRisk, gibbs_risk
 from dubito.certificates.kl_inversion import kl_bound, sqrt_bound
 from dubito.certificates.loss_constants import BoundedLoss
-from dubito.certificates.validity import exact_kl, require_fixed_prior
+from dubito.certificates.validity import deterministic, exact_kl, require_fixed_prior
 from dubito.scalar_checks import count
 from dubito.weights.family import WeightPosterior
 from dubito.weights.low_rank_factors import LowRankFactorsPosterior
@@ -185,6 +185,11 @@ def _assumptions(
     ]
     if loss != "zero_one":
         sentences.append("The loss lies in [0, 1] everywhere, not only on these data.")
+    frozen = deterministic(bayes)
+    if frozen:
+        sentences.append(
+            f"The {frozen} frozen parameters without a posterior (a backbone, say) were made without these data."
+        )
     if bounded:
         sentences.append("The KL to mixture priors is an upper bound in closed form.")
     if factored:

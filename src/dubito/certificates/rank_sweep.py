@@ -26,6 +26,7 @@ from dubito.certificates.pac_bayes import (
     largest_rank,
     pac_bayes,
 )
+from dubito.certificates.validity import require_fixed_prior
 from dubito.scalar_checks import count
 from dubito.weights.low_rank_factors import LowRankFactorsPosterior
 
@@ -150,6 +151,7 @@ def _retrained(networks: dict[int, BayesianModule], data: Any, options: dict[str
 def _extrapolated(
     bayes: BayesianModule, data: Any, ranks: Sequence[int] | None, options: dict[str, Any]
 ) -> RankSweep:
+    require_fixed_prior(bayes, bool(options["prior_is_fixed"]))
     factored = [p for p in bayes.posteriors() if isinstance(p, LowRankFactorsPosterior)]
     if not factored:
         raise RefusedError("no parameter has LowRankFactors, so there is no rank to vary")

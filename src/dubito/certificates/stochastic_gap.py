@@ -113,6 +113,11 @@ def output_moments(weight: WeightPosterior | Tensor, inputs: Tensor) -> tuple[Te
         matrix = to_double(weight.detach()).flatten(1)
         x = _checked(inputs, matrix.shape[1])
         return x @ matrix.mT, x.new_zeros(len(x))
+    if not isinstance(weight, WeightPosterior):
+        raise TypeError(
+            "each side must be a matrix or the posterior of one, list(bayes.posteriors())[0], not "
+            f"{type(weight).__name__}"
+        )
     if len(weight.slots) != 1 or len(weight.slots[0].shape) < 2:
         names = ", ".join(slot.name for slot in weight.slots)
         raise ValueError(f"one weight matrix is needed, and this posterior covers {names}")

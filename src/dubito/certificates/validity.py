@@ -35,7 +35,13 @@ def require_fixed_prior(bayes: BayesianModule, asserted: bool) -> None:
 
     Raises:
         RefusedError: naming the parameter and the remedy.
+        TypeError: for a plain network.
     """
+    if not isinstance(bayes, BayesianModule):
+        raise TypeError(
+            f"bayes must be a BayesianModule, got {type(bayes).__name__}: a plain network has no posterior and no KL; "
+            "make one by dubito.bayesianize"
+        )
     for posterior in bayes.posteriors():
         if not posterior.joint_prior and not len(posterior.priors):
             raise RefusedError(
@@ -160,6 +166,12 @@ def _centred_on_values(posterior: WeightPosterior, prior: nn.Module) -> bool:
         return False
     single = any(slot.shape.numel() == 1 for slot in posterior.slots)
     return single and float(moments[0]) not in (0.0, 1.0)
+
+
+def deterministic(bayes: BayesianModule) -> int:
+    """How many parameters of the network have no posterior and are not trained: what made them cannot be seen."""
+    random = {id(slot.parameter) for p in bayes.posteriors() for slot in p.slots if slot.occupied}
+    return sum(not p.requires_grad and id(p) not in random for p in bayes.module.parameters())
 
 
 def _refuse_deterministic(bayes: BayesianModule) -> None:
