@@ -53,9 +53,11 @@ def bayesianize(
     chosen: dict[str, Family] = {}
     begun: dict[int, PriorSpec] = {}
     posteriors: list[WeightPosterior] = []
+    notes: list[str] = []
     for family, matched in assign(module, find_slots(module), families):
         groups = _groups(family, matched)
         alone = sum(used is family for used, _ in groups) == 1
+        notes += _replaced(family, groups)
         for used, slots in groups:
             for slot in slots:
                 check_finite(slot)
@@ -70,7 +72,7 @@ def bayesianize(
                 posteriors.append(posterior)
     if likelihood is None:
         likelihood = likelihood_from_config(getattr(module, "config", None))
-    notes = _out_of_reach(module, [slot for posterior in posteriors for slot in posterior.slots])
+    notes += _out_of_reach(module, [slot for posterior in posteriors for slot in posterior.slots])
     bayes = BayesianModule(module, posteriors, chosen, likelihood, output)
     for posterior in posteriors:
         posterior.settle()
@@ -147,6 +149,17 @@ def _out_of_reach(module: nn.Module, slots: Sequence[Slot]) -> list[str]:
                 for name in found
             ]
     return notes
+
+
+def _replaced(family: Family, groups: Sequence[tuple[Family, list[Slot]]]) -> list[str]:
+    """What is said where a pattern's family fits none of its parameters, so that another takes all of them."""
+    if any(used is family for used, _ in groups):
+        return []
+    return [
+        f"{', '.join(slot.name for slot in slots)}: {type(family).__name__} is for weight matrices, so "
+        f"{type(used).__name__} takes {'it' if len(slots) == 1 else 'them'} (fallback= gives another family)"
+        for used, slots in groups
+    ]
 
 
 def _groups(family: Family, matched: Sequence[Slot]) -> list[tuple[Family, list[Slot]]]:

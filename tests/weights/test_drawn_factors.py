@@ -147,6 +147,38 @@ class TestEmbeddingRows:
         assert sorted(spread.abs().sum(1).nonzero().flatten().tolist()) == [4, 9]
 
 
+@pytest.mark.parametrize("padding", [None, 0])
+def test_an_embedding_under_vmap_draws_its_table_whole(padding: int | None) -> None:
+    """Rows drawn as they are looked up depend on the tokens' values, which `vmap` hides."""
+    torch.manual_seed(0)
+    bayes = dubito.bayesianize(nn.Embedding(9, 4, padding_idx=padding), dubito.LowRankFactors(2, init="svd"))
+    tokens = torch.tensor([[1, 1, 2], [0, 1, 8]])
+    rows = torch.func.vmap(bayes, randomness="same")(tokens)
+    assert torch.equal(rows[0, 0], rows[0, 1])
+    torch.testing.assert_close(rows[0, 0], rows[1, 1])
+    assert (rows[0, 0] != bayes.eval()(tokens)[0, 0]).all()
+    several = torch.func.vmap(bayes.train(), randomness="different")(tokens)
+    assert (several[0, 0] != several[1, 1]).all()
+
+
+@pytest.mark.parametrize("estimator", ["weights", "local"])
+def test_shapes_without_values(estimator: Any) -> None:
+    """On the meta device there is no mixed precision to ask about, and no token to look at."""
+    for module, x in (
+        (nn.Embedding(9, 4), torch.zeros(2, 3, dtype=torch.long)),
+        (nn.LSTM(4, 3), torch.zeros(5, 2, 4)),
+        (nn.Linear(4, 3), torch.zeros(2, 4)),
+    ):
+        bayes = dubito.bayesianize(module, dubito.LowRankFactors(1, init="svd", estimator=estimator)).to(
+            "meta"
+        )
+        output = bayes(x.to("meta"))
+        output = output[0] if isinstance(output, tuple) else output
+        assert output.is_meta
+        assert output.shape[:-1] == x.shape[: output.ndim - 1]
+        assert bayes.kl().is_meta
+
+
 def test_pieces_of_a_local_product_meet_different_inputs() -> None:
     torch.manual_seed(0)
     family = dubito.LowRankFactors(2, init="random", estimator="local")

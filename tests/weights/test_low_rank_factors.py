@@ -296,6 +296,23 @@ def test_rank_above_the_parameter_is_an_error_alone_and_clipped_among_many() -> 
     assert ranks == {"0.weight": 4, "1.weight": 3}
 
 
+@pytest.mark.parametrize(
+    ("family", "taken"),
+    [
+        (LowRankFactors(2, init="svd"), "MeanField takes it"),
+        (LowRankFactors(2, init="svd", fallback=dubito.Point()), "Point takes it"),
+        (dubito.RankOne(), "Point takes it"),
+    ],
+    ids=["factors", "own fallback", "rank one"],
+)
+def test_a_vector_named_alone_takes_the_fallback_and_that_is_said(family: Any, taken: str) -> None:
+    with pytest.warns(dubito.DubitoWarning, match=rf"^0\.bias: {type(family).__name__} is for .* {taken}"):
+        dubito.bayesianize(nn.Sequential(nn.Linear(9, 8)), {"0.bias": family})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dubito.bayesianize(nn.Sequential(nn.Linear(9, 8)), family)
+
+
 def test_an_empty_parameter_takes_the_fallback() -> None:
     bayes = dubito.bayesianize(nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 2)), LowRankFactors(1, init="svd"))
     assert not any(isinstance(p, LowRankFactorsPosterior) for p in bayes.posteriors())

@@ -73,6 +73,22 @@ def test_operators_use_the_structure() -> None:
     torch.testing.assert_close(weight + 1, dense + 1)  # any other operator gets the dense draw
 
 
+@pytest.mark.parametrize("train", [False, True])
+def test_a_sparse_embedding_is_trained(train: bool) -> None:
+    torch.manual_seed(0)
+    tokens = torch.tensor([[1, 4, 4]])
+    bayes = dubito.bayesianize(nn.Embedding(9, 4, sparse=True), RankOne(train_weight=train))
+    bayes(tokens).sum().backward()
+    q = posterior_of(bayes)
+    for side in ("left", "right"):
+        assert q.multiplier(side)[0].grad is not None
+    gradient = q.slot.parameter.grad
+    assert (gradient is not None) == train
+    if gradient is not None:
+        assert gradient.is_sparse, "of W0 the rows looked up alone"
+        assert sorted(gradient.coalesce().indices().flatten().tolist()) == [1, 4]
+
+
 def test_kl_is_that_of_the_multipliers_alone() -> None:
     bayes = moved(nn.Linear(3, 4), prior=Normal(1.0, 0.2))
     q = posterior_of(bayes)

@@ -213,7 +213,8 @@ def _quiet() -> Iterator[None]:
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     """`torch.autocast` switched off; free where it is not on."""
-    if torch.is_autocast_enabled(device_type):
+    # devices without mixed precision, such as "meta", may not even be asked
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 

@@ -100,7 +100,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    if max_norm is not None or scale_grad_by_freq or sparse:
+    if max_norm is not None or scale_grad_by_freq:
         return NotImplemented
     row = F.embedding(input, weight.left.unsqueeze(-1), padding_idx)
-    return F.embedding(input, weight.matrix, padding_idx) * row * weight.right
+    return F.embedding(input, weight.matrix, padding_idx, sparse=sparse) * row * weight.right

@@ -300,7 +300,11 @@ class LowRankFactorsPosterior(WeightPosterior):
     def training_weights(self) -> dict[str, Tensor]:
         """One draw by the family's estimator; of an embedding only the rows that are looked up."""
         name = self.slot.name
-        if isinstance(self.slot.owner, nn.Embedding) and not self.slot.tied:
+        if (
+            isinstance(self.slot.owner, nn.Embedding)
+            and not self.slot.tied
+            and _rows_can_be_told(self.left_mean)
+        ):
             scale = scale_of(self.left_spread)
             drawn = self._drawn("right")
             return {name: EmbeddingRows.of(self.left_mean, scale, drawn, self.law, self.fixed_row)}
@@ -422,6 +426,11 @@ def _padding_row(slot: Slot) -> int | None:
     if slot.tied or not isinstance(slot.owner, nn.Embedding | nn.EmbeddingBag):
         return None
     return slot.owner.padding_idx
+
+
+def _rows_can_be_told(table: Tensor) -> bool:
+    """Whether rows may be drawn as they are looked up: not where tokens have no values (meta), or are batched."""
+    return not (table.is_meta or torch._C._are_functorch_transforms_active())
 
 
 def _without_row(values: Tensor, row: int | None) -> Tensor:
