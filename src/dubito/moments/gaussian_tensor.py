@@ -156,7 +156,9 @@ def _operate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _count_parameters(args, kwargs, context)
     if context.drawing:
         with _plain():
-            result = run_on_draw(context, func, _as_moments(args), {k: _as_moments(v) for k, v in kwargs.items()})
+            result = run_on_draw(
+                context, func, _as_moments(args), {k: _as_moments(v) for k, v in kwargs.items()}
+            )
             return _drawn(result, target, context)
     with _plain():
         try:

@@ -136,7 +136,9 @@ def _log_softmax(context: Context, input: Moments, dim: Any = None, *_: Any, **_
     return Moments(*log_softmax_moments(input.mean, input.variance, dim))
 
 
-@register("logsumexp", "special_logsumexp", exactness="approximate", note="second-order mean, first-order variance")
+@register(
+    "logsumexp", "special_logsumexp", exactness="approximate", note="second-order mean, first-order variance"
+)
 def _logsumexp(context: Context, input: Moments, dim: Any, keepdim: bool = False) -> Moments:
     dims = [dim] if isinstance(dim, int) else list(dim)
     total = torch.logsumexp(input.mean, dims, keepdim=True)

@@ -95,7 +95,7 @@ def _adaptive_average(dims: int) -> Callable[..., Moments]:
 
 
 _MAXIMA = {1: F.max_pool1d_with_indices, 2: F.max_pool2d_with_indices, 3: F.max_pool3d_with_indices}
-_ADAPTIVE_MAXIMA = {
+_ADAPTIVE_MAXIMA: dict[int, Callable[..., Any]] = {
     1: F.adaptive_max_pool1d_with_indices,
     2: F.adaptive_max_pool2d_with_indices,
     3: F.adaptive_max_pool3d_with_indices,
