@@ -125,7 +125,8 @@ def initial_factors(
         left = (u[:, :, :rank] * root.unsqueeze(1)).reshape(rows, rank)
         right = (vh[:, :rank] * root.unsqueeze(2)).reshape(blocks * rank, columns).mT
         variance = float(given.double().square().mean()) or glorot
-        return left.to(given.dtype), right.to(given.dtype).contiguous(), variance
+        # in order, so that noise made like a factor or by its shape is the same noise
+        return left.to(given.dtype).contiguous(), right.to(given.dtype).contiguous(), variance
     variance = 2.0 / fan if init == "he" else glorot
     scale = (variance / rank) ** 0.25
     left = torch.randn(rows, rank, dtype=given.dtype, device=given.device)
