@@ -8,9 +8,7 @@ from torch import Tensor
 
 from dubito.moments.bilinear_moments import (
     bilinear_moments,
-    factored_linear_moments,
     linear_moments,
-    low_rank_bilinear_moments,
     rank_one_convolution_moments,
     rank_one_linear_moments,
     rank_one_variance,
@@ -137,40 +135,6 @@ def test_rank_one_kernels(noisy: bool) -> None:
     assert variance is not None
     torch.testing.assert_close(out[0], mean + bias[0].view(-1, 1, 1))
     torch.testing.assert_close(out[1], variance + bias[1].view(-1, 1, 1))
-
-
-def test_two_random_factors_are_exact_for_a_certain_input() -> None:
-    left, right, bias = pair(5, 2), pair(4, 2, seed=1), pair(5, seed=2)
-    x = torch.randn(3, 4, dtype=torch.float64)
-    mean, variance = factored_linear_moments((x, None), left, right, bias)
-    (ma, va), (mb, vb) = left, right
-    # Var of sum_k A_ok h_k with h = x B: entries of A independent, h_k independent of each other.
-    h, hv = x @ mb, x.square() @ vb
-    torch.testing.assert_close(mean, h @ ma.T + bias[0])
-    torch.testing.assert_close(variance, hv @ (ma**2 + va).T + h**2 @ va.T + bias[1])
-    expected = monte_carlo(lambda a, b, c: F.linear(x, a @ b.T, c), left, right, bias, draws=8000)
-    agree((mean, variance), expected, 8000)
-
-
-def test_low_rank_covariance_through_its_factor() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, mean_w = pair(6, 4), pair(3, 4, seed=1)[0]
-    factors = 0.3 * torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
-    diagonal = 0.05 * torch.rand(3, 4, generator=generator, dtype=torch.float64)
-    z = (torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64))
-    noise = (torch.zeros_like(diagonal), diagonal)
-
-    def draw(a: Tensor, code: Tensor, extra: Tensor) -> Tensor:
-        return F.linear(a, mean_w + torch.einsum("k,koi->oi", code, factors) + extra)
-
-    expected = monte_carlo(draw, x, z, noise, draws=8000)
-    agree(low_rank_bilinear_moments(F.linear, x, mean_w, factors, diagonal), expected, 8000)
-    certain = low_rank_bilinear_moments(F.linear, (x[0], None), mean_w, factors)
-    exact = torch.einsum("bi,koi,bj,koj->bo", x[0], factors, x[0], factors)
-    torch.testing.assert_close(certain[1], exact)
-    marginal = bilinear_moments(F.linear, (x[0], None), (mean_w, factors.square().sum(0)))[1]
-    assert marginal is not None
-    assert (certain[1] - marginal).abs().max() > 0.1 * marginal.max()
 
 
 def test_gradients() -> None:

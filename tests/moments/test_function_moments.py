@@ -16,9 +16,7 @@ from dubito.moments.normal_functions import (
     cdf_variance,
     density_and_cdf,
     hermite,
-    mills_ratio,
     normal_cdf,
-    owens_t,
     safe_sd,
     side_of,
     upper_tail,
@@ -150,13 +148,11 @@ def test_too_few_nodes() -> None:
 
 
 def test_tails_against_scipy() -> None:
-    from scipy.special import erfcx, ndtr
+    from scipy.special import ndtr
 
     x = torch.linspace(-12.0, 12.0, 97, dtype=torch.float64)
     torch.testing.assert_close(normal_cdf(x), torch.from_numpy(ndtr(x.numpy())), rtol=1e-12, atol=0)
     torch.testing.assert_close(upper_tail(x), torch.from_numpy(ndtr(-x.numpy())), rtol=1e-12, atol=0)
-    expected = math.sqrt(math.pi / 2) * erfcx(x[48:].numpy() / math.sqrt(2))
-    torch.testing.assert_close(mills_ratio(x[48:]), torch.from_numpy(expected))
     density, cdf = density_and_cdf(x)
     torch.testing.assert_close(cdf, normal_cdf(x))
     torch.testing.assert_close(density, torch.exp(-0.5 * x**2) / math.sqrt(2 * math.pi))
@@ -172,16 +168,7 @@ def test_recorded_tails_are_the_eager_ones() -> None:
     assert not torch.equal(recorded[0].tail, eager[0].tail), "the rational form was not taken"
 
 
-def test_owens_t_and_the_variance_of_phi() -> None:
-    from scipy.special import owens_t as reference
-
-    h, a = (
-        torch.linspace(-6, 6, 49, dtype=torch.float64)[:, None],
-        torch.linspace(0, 1, 11, dtype=torch.float64),
-    )
-    torch.testing.assert_close(
-        owens_t(h, a), torch.from_numpy(reference(h.numpy(), a.numpy())), rtol=0, atol=1e-12
-    )
+def test_the_variance_of_phi() -> None:
     variance = torch.tensor([1e-6, 0.3, 4.0], dtype=torch.float64)[:, None]
     expected = reference_moments(torch.special.ndtr, MEANS.expand(3, -1), variance.expand(-1, 25))[1]
     torch.testing.assert_close(cdf_variance(MEANS, variance), expected, rtol=1e-6, atol=0)

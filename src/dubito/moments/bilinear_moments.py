@@ -21,15 +21,6 @@ Pair = tuple[Tensor, Tensor | None]
 Bilinear = Callable[[Tensor, Tensor], Tensor]
 
 
-def add_variances(*variances: Tensor | None) -> Tensor | None:
-    """The sum of variances of independent terms that broadcast; None stands for no noise."""
-    present = [v for v in variances if v is not None]
-    total = present[0] if present else None
-    for variance in present[1:]:
-        total = total + variance if total is not None else variance
-    return total
-
-
 def _added(own: Tensor, other: Tensor) -> Tensor:
     """`own + other`, into the memory of `own`, which the caller has just made, where nothing needs its old value."""
     alike = own.shape == other.shape and own.dtype == other.dtype
@@ -164,46 +155,6 @@ def rank_one_convolution_moments(
         mean = mean + bias[0].view(spatial)
         variance = variance if bias[1] is None else variance + bias[1].view(spatial)
     return mean, variance
-
-
-def factored_linear_moments(
-    x: Pair, left: Pair, right: Pair, bias: Pair | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Moments of `x (A Bᵀ)ᵀ + b` with independent factors A `(out, r)` and B `(in, r)`, as two linear steps.
-
-    Mean and variance are exact for an input without noise; with a noisy input the correlation between the r middle
-    values, which share it, is left out.
-    """
-    mean_b, variance_b = right
-    turned = (mean_b.t(), None if variance_b is None else variance_b.t())
-    return linear_moments(linear_moments(x, turned), left, bias)
-
-
-def low_rank_bilinear_moments(
-    function: Bilinear, x: Pair, weight_mean: Tensor, factors: Tensor, diagonal: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Moments of `function(x, w)` for `w = mean + sum_k factors[k] z_k (+ independent noise)`, standard normal z.
-
-    var = sum_k B(mean_x, S_k)² + B(v_x, mean_w² + sum_k S_k²) (+ the diagonal's bilinear terms): exact for
-    independent entries of x, unlike the marginal variances of w, which lose what its entries share.
-
-    Args:
-        function: bilinear operator on plain tensors, `function(x, w)`.
-        x: mean and variance of the input.
-        weight_mean: mean of w.
-        factors: `(R, *w.shape)`.
-        diagonal: variance of independent noise added to w, or None.
-    """
-    mean_x, variance_x = x
-    mean = function(mean_x, weight_mean)
-    total = low_rank_deviations(function, mean_x, factors).square().sum(0)
-    if diagonal is not None:
-        total = total + function(mean_x.square(), diagonal)
-    if variance_x is not None:
-        marginal = factors.square().sum(0)
-        marginal = marginal if diagonal is None else marginal + diagonal
-        total = total + function(variance_x, torch.addcmul(marginal, weight_mean, weight_mean))
-    return mean, total
 
 
 def low_rank_deviations(function: Bilinear, mean_x: Tensor, factors: Tensor) -> Tensor:

@@ -63,12 +63,6 @@ def upper_tail(x: Tensor) -> Tensor:
     return 0.5 * torch.erfc(x * SQRT_HALF)
 
 
-def mills_ratio(x: Tensor) -> Tensor:
-    """(1 - Phi(x)) / phi(x) for x ≥ 0, by the scaled complementary error function: no underflow."""
-    scaled: Tensor = torch.special.erfcx(x * SQRT_HALF)
-    return math.sqrt(0.5 * math.pi) * scaled
-
-
 def recorded(*tensors: Tensor) -> bool:
     """Whether something records these operators (compile, export, vmap, a dispatch mode)."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
@@ -149,15 +143,6 @@ def legendre(nodes: int) -> Iterator[tuple[float, float]]:
     """Gauss–Legendre nodes and weights on (0, 1)."""
     points, weights = np.polynomial.legendre.leggauss(nodes)
     yield from ((float(0.5 * (p + 1.0)), float(0.5 * w)) for p, w in zip(points, weights, strict=True))
-
-
-def owens_t(h: Tensor, a: Tensor, nodes: int = 12) -> Tensor:
-    """Owen's T(h, a) for 0 ≤ a ≤ 1 by Gauss–Legendre quadrature; the error is below 1e-12 with 12 nodes."""
-    total = torch.zeros_like(h * a)
-    for point, weight in legendre(nodes):
-        one_and_square = 1.0 + (point * a).square()
-        total = total + weight * torch.exp(-0.5 * h.square() * one_and_square) / one_and_square
-    return total * a / (2.0 * math.pi)
 
 
 def cdf_variance(mean: Tensor, variance: Tensor, nodes: int = 8) -> Tensor:

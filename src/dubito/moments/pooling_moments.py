@@ -282,6 +282,15 @@ def routed_max_pool_moments(
     pool: Any = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[dims - 1]
     names = ("stride", "padding", "dilation", "ceil_mode")
     options = dict(zip(names, args, strict=False)) | options
-    out, index = pool(mean, kernel_size, return_indices=True, **options)
-    flat = variance.flatten(-dims).gather(-1, index.flatten(-dims))
-    return out, flat.view(out.shape)
+    return _routed(pool(mean, kernel_size, return_indices=True, **options), variance, dims)
+
+
+def routed_adaptive_max_pool_moments(mean: Tensor, variance: Tensor, output_size: Size, dims: int) -> Moments:
+    """The same for adaptive max pooling."""
+    pool: Any = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)[dims - 1]
+    return _routed(pool(mean, output_size, return_indices=True), variance, dims)
+
+
+def _routed(pooled: tuple[Tensor, Tensor], variance: Tensor, dims: int) -> Moments:
+    largest, index = pooled
+    return largest, variance.flatten(-dims).gather(-1, index.flatten(-dims)).view(largest.shape)

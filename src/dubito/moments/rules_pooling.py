@@ -94,20 +94,6 @@ def _adaptive_average(dims: int) -> Callable[..., Moments]:
     return pool
 
 
-_MAXIMA = {1: F.max_pool1d_with_indices, 2: F.max_pool2d_with_indices, 3: F.max_pool3d_with_indices}
-_ADAPTIVE_MAXIMA: dict[int, Callable[..., Any]] = {
-    1: F.adaptive_max_pool1d_with_indices,
-    2: F.adaptive_max_pool2d_with_indices,
-    3: F.adaptive_max_pool3d_with_indices,
-}
-
-
-def _at_largest(input: Moments, dims: int, mean: torch.Tensor, index: torch.Tensor) -> Moments:
-    """To first order a maximum is the entry whose mean is largest: its mean, and its variance."""
-    variance = input.variance.flatten(-dims).gather(-1, index.flatten(-dims))
-    return Moments(mean, variance.reshape(mean.shape))
-
-
 def _maximum(dims: int) -> Callable[..., Any]:
     def pool(
         context: Context,
@@ -123,8 +109,8 @@ def _maximum(dims: int) -> Callable[..., Any]:
             raise context.no_rule("max_pool(return_indices=True)", ": which entry is largest is random")
         stride = None if stride == [] else stride
         if context.rules.activation == "delta":
-            options = (kernel_size, stride, padding, dilation, ceil_mode, True)
-            return _at_largest(input, dims, *_MAXIMA[dims](input.mean, *options))
+            options = (kernel_size, stride, padding, dilation, ceil_mode)
+            return Moments(*formulas.routed_max_pool_moments(input.mean, input.variance, *options, dims=dims))
         return Moments(
             *formulas.max_pool_moments(
                 input.mean, input.variance, kernel_size, stride, padding, dilation, ceil_mode, dims
@@ -142,7 +128,7 @@ def _adaptive_maximum(dims: int) -> Callable[..., Any]:
             )
         size = output_size[0] if dims == 1 and isinstance(output_size, list | tuple) else output_size
         if context.rules.activation == "delta":
-            return _at_largest(input, dims, *_ADAPTIVE_MAXIMA[dims](input.mean, size, True))
+            return Moments(*formulas.routed_adaptive_max_pool_moments(input.mean, input.variance, size, dims))
         return Moments(*formulas.adaptive_max_pool_moments(input.mean, input.variance, size, dims))
 
     return pool

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dubito.weights.drawn import DrawnWeight, as_dense, rule
-from dubito.weights.drawn_factors import FactoredWeight
+from dubito.weights.drawn_factors import DrawnFactors, FactoredWeight
 
 
 def multiply(left: Tensor, right: Tensor) -> Tensor:
@@ -23,44 +23,16 @@ def multiply(left: Tensor, right: Tensor) -> Tensor:
     return rows.flatten(0, 1)
 
 
-class BlockFactoredWeight(DrawnWeight):
-    """h blocks of rows, each `A_b Bᵀ_b`, with `A` (m, r) and `B` (n, h·r) drawn; they may be drawn weights themselves.
+class BlockFactoredWeight(DrawnFactors):
+    """h blocks of rows, each `A_b Bᵀ_b`, with `A` (m, r) and `B` (n, h·r) drawn.
 
     `x Wᵀ` takes one product with all of B and h small ones, never the dense weight.
     """
-
-    left: Tensor
-    right: Tensor
 
     @property
     def blocks(self) -> int:
         """h."""
         return int(self.right.shape[1] // self.left.shape[1])
-
-    @property
-    def estimator(self) -> str | None:
-        """The factors' estimator."""
-        return self.left.estimator if isinstance(self.left, DrawnWeight) else None
-
-    @classmethod
-    def of(cls, left: Tensor, right: Tensor, shape: Sequence[int]) -> BlockFactoredWeight:
-        """Wrap the drawn factors."""
-        self = cls.wrap(shape, (left, right))
-        self.left, self.right = left, right
-        return self
-
-    def progress(self) -> Any:
-        """The memo, and the factors' progress."""
-        factors = (self.left, self.right)
-        return super().progress(), [f.progress() if isinstance(f, DrawnWeight) else None for f in factors]
-
-    def rewind(self, progress: Any) -> None:
-        """Back to that point, the factors too."""
-        memo, parts = progress
-        super().rewind(memo)
-        for factor, part in zip((self.left, self.right), parts, strict=True):
-            if isinstance(factor, DrawnWeight):
-                factor.rewind(part)
 
     def draw_dense(self) -> Tensor:
         """The dense draw in the parameter's shape."""

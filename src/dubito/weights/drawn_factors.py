@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,8 @@ _CONVOLUTIONS: dict[Any, int] = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
 _TRANSPOSED: dict[Any, int] = {F.conv_transpose1d: 1, F.conv_transpose2d: 2, F.conv_transpose3d: 3}
 
 
-class FactoredWeight(DrawnWeight):
-    """`W = A Bᵀ` reshaped to the parameter's shape, with `A` (m, r) and `B` (n, r) drawn.
-
-    For a kernel of shape (out, in, k…) the matrix is (out, in·k…), for any other parameter (first, rest). The
-    factors may be drawn weights themselves: two `LocalWeight`s make two-stage local reparametrisation.
-    """
+class DrawnFactors(DrawnWeight):
+    """A weight kept as drawn factors, which may be drawn weights themselves; it has no rules of its own."""
 
     left: Tensor
     right: Tensor
@@ -33,7 +29,7 @@ class FactoredWeight(DrawnWeight):
         return self.left.estimator if isinstance(self.left, DrawnWeight) else None
 
     @classmethod
-    def of(cls, left: Tensor, right: Tensor, shape: Sequence[int]) -> FactoredWeight:
+    def of(cls, left: Tensor, right: Tensor, shape: Sequence[int]) -> Self:
         """Wrap two drawn factors."""
         self = cls.wrap(shape, (left, right))
         self.left, self.right = left, right
@@ -51,6 +47,14 @@ class FactoredWeight(DrawnWeight):
         for factor, part in zip((self.left, self.right), parts, strict=True):
             if isinstance(factor, DrawnWeight):
                 factor.rewind(part)
+
+
+class FactoredWeight(DrawnFactors):
+    """`W = A Bᵀ` reshaped to the parameter's shape, with `A` (m, r) and `B` (n, r) drawn.
+
+    For a kernel of shape (out, in, k…) the matrix is (out, in·k…), for any other parameter (first, rest). Two
+    `LocalWeight`s as factors make two-stage local reparametrisation.
+    """
 
     def draw_dense(self) -> Tensor:
         """`A Bᵀ` in the parameter's shape."""

@@ -17,6 +17,7 @@ file here and one line in the conformance battery (`tests/conformance.py`).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,7 @@ class WeightPosterior(nn.Module, ABC):
     estimators: ClassVar[tuple[str, ...]] = ("weights",)
     diagonal: ClassVar[bool] = False
     collapses: ClassVar[str | None] = None
+    realizes_stacks: ClassVar[bool] = False
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -232,9 +234,14 @@ class WeightPosterior(nn.Module, ABC):
     ) -> dict[str, Tensor]:
         """Dense draws, `sample_shape + parameter shape` by slot name, differentiable."""
         sample_shape = tuple(sample_shape)
-        count = 1
-        for size in sample_shape:
-            count *= size
+        count = math.prod(sample_shape)
+        if self.realizes_stacks and count:
+            noises = [self.noise(generator) for _ in range(count)]
+            noise = {
+                key: torch.stack([n[key] for n in noises]).reshape(*sample_shape, *value.shape)
+                for key, value in noises[0].items()
+            }
+            return self.realize(self.components(noise))
         drawn = []
         for _ in range(count):
             drawn.append(self.dense(self.realize(self.components(self.noise(generator)))))

@@ -9,7 +9,7 @@ rates that its means want. Unit-wise factors are those of Ober & Aitchison (2021
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -107,6 +107,7 @@ class FullCovariancePosterior(WeightPosterior):
         lowers: √D times L's strictly lower entries, row by row, by block: (units, D(D-1)/2).
     """
 
+    realizes_stacks = True
     collapses = (
         "is held as a triangular factor of positive diagonal, so the expected loss moves also what no data speak of: "
         "the limit is another one, with less variance"
@@ -240,20 +241,6 @@ class FullCovariancePosterior(WeightPosterior):
     def realize(self, components: Components) -> dict[str, Tensor]:
         """Dense draws."""
         return {slot.name: components[key_of(slot.name)] for slot in self.slots}
-
-    def draw(
-        self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
-    ) -> dict[str, Tensor]:
-        """Dense draws, `sample_shape + parameter shape` by slot name, with the factors made once."""
-        sample_shape = tuple(sample_shape)
-        noises = [self.noise(generator) for _ in range(math.prod(sample_shape))]
-        if not noises:
-            return super().draw(sample_shape, generator)
-        noise = {
-            key: torch.stack([n[key] for n in noises]).reshape(*sample_shape, *value.shape)
-            for key, value in noises[0].items()
-        }
-        return self.realize(self.components(noise))
 
     # ---- divergences --------------------------------------------------------------------------------------
 

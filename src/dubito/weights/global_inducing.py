@@ -12,7 +12,7 @@ correlated (Ober & Aitchison 2021, "Global inducing point variational posteriors
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -155,6 +155,7 @@ class GlobalInducingPosterior(WeightPosterior):
     """
 
     takes_over = True
+    realizes_stacks = True
     collapses = (
         "is that of regressions on pseudo-outputs, which the expected loss makes exact: it ends in a point"
     )
@@ -211,20 +212,6 @@ class GlobalInducingPosterior(WeightPosterior):
         """One draw; the KL along it is kept for `kl`."""
         components, self._pending = self._drawn(self.noise(), with_kl=True)
         return self.realize(components)
-
-    def draw(
-        self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
-    ) -> dict[str, Tensor]:
-        """Dense draws, `sample_shape + parameter shape` by slot name, in one sweep over the layers."""
-        sample_shape = tuple(sample_shape)
-        noises = [self.noise(generator) for _ in range(math.prod(sample_shape))]
-        if not noises:
-            return super().draw(sample_shape, generator)
-        noise = {
-            key: torch.stack([n[key] for n in noises]).reshape(*sample_shape, *value.shape)
-            for key, value in noises[0].items()
-        }
-        return self.realize(self.components(noise))
 
     def _drawn(self, noise: Noise, with_kl: bool = False) -> tuple[Components, list[Tensor]]:
         lead = noise["0"].shape[:-2]
