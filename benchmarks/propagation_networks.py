@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from speed_propagation import Block
+
 BATCH, SCALE = 8, 0.15
 SIZES: dict[str, Any] = {
     "hidden_size": 48,
@@ -53,22 +55,6 @@ class Network:
     module: nn.Module
     x: Any
     fraction: float = 0.1
-
-
-class Block(nn.Module):
-    """A residual block: in-place ReLU, `+=`."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
-        out += x
-        return self.relu(out)
 
 
 class ResNet(nn.Module):

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import dubito
 from dubito.moments import propagated
-from dubito.moments.calibration import Calibration, CalibrationError, calibrate, without_sites
+from dubito.moments.calibration import Calibration, CalibrationError
+from dubito.moments.calibration_fitting import calibrate
 from dubito.moments.moments import Context
 
 
@@ -152,13 +153,6 @@ def test_bad_input() -> None:
     plain = dubito.bayesianize(network(), dubito.MeanField())
     with pytest.raises(ValueError, match="likelihood"):
         calibrate(plain, (x, y))
-
-
-def test_sites_can_be_left_out_for_an_ablation() -> None:
-    whole = Calibration({"1:norm": 2.0, "2:activation#1": 3.0, ":output": 4.0}, {"5:pool": 0.5})
-    assert set(without_sites(whole, ["norm"]).alphas) == {"2:activation#1", ":output"}
-    assert without_sites(whole, ["pool"]).rhos == {}
-    assert without_sites(whole, ["activation"]).alphas == {"1:norm": 2.0, ":output": 4.0}
 
 
 def test_temperature_divides_mean_and_deviation() -> None:

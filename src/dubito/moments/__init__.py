@@ -1,7 +1,8 @@
 """Propagation of means and variances: uncertainty in a single pass, through any module."""
 
 from dubito.moments import rules as _rules  # noqa: F401  (fills the table)
-from dubito.moments.calibration import Calibration, CalibrationError, calibrate
+from dubito.moments.calibration import Calibration, CalibrationError
+from dubito.moments.calibration_fitting import calibrate
 from dubito.moments.compiled import CompiledPropagation, compiled
 from dubito.moments.coverage import Coverage, report
 from dubito.moments.elementwise import fused

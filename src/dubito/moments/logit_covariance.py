@@ -1,8 +1,7 @@
 """A covariance of the logits for one-pass propagation, its correlations learned beforehand from draws.
 
 Propagated variances are diagonal: they miss that a weight's noise moves many logits together, and that it is shared
-by positions and tokens. Given the exact covariance of the logits, a single pass ranks predictions as well as hundreds
-of draws; its price is the question. Here what changes little from input to input is measured once, without labels:
+by positions and tokens. What changes little from input to input is measured here once, without labels:
 
     Cov(x) = g(x)² · D(x) R D(x),      D(x) = diag(propagated standard deviations),
     R = mean over inputs and draws of u uᵀ, made unit-diagonal,  u = (a draw's logits - their mean) / propagated sd
@@ -23,7 +22,8 @@ import torch
 from torch import Tensor
 
 from dubito.likelihoods import Categorical
-from dubito.moments.calibration import Calibration, _batches, fingerprint
+from dubito.moments.calibration import Calibration, fingerprint
+from dubito.moments.calibration_fitting import batches_of
 from dubito.moments.head import predictive_from_moments
 from dubito.moments.moments import Context, Moments
 from dubito.moments.propagate import gaussian_weights, propagated
@@ -88,7 +88,7 @@ class LogitCovariance:
         """
         if not isinstance(bayes.likelihood, Categorical) or bayes.likelihood.dim != -1:
             raise CapabilityError("a covariance of logits is for dubito.Categorical() with the classes last")
-        batches = _batches(bayes, data, labels=with_labels)
+        batches = batches_of(bayes, data, labels=with_labels)
         made = draws_of = None
         with torch.no_grad():
             kept = bayes.draw(draws, generator)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dubito.moments.bilinear_moments import rank_one_variance
+from dubito.moments.calibration import Calibration
 from dubito.moments.gaussian_tensor import GaussianTensor
 from dubito.moments.head import predictive_from_moments
 from dubito.moments.moments import Calibrator, Context, InvalidMomentsError, Moments, NoRuleError
@@ -220,8 +221,6 @@ def streamed(bayes: BayesianModule, x: Any, one: Callable[[Any], Predictive]) ->
 
 def check_calibration(bayes: BayesianModule, calibration: Calibrator | None, rules: RuleSet) -> None:
     """Refuse a calibration that was fitted for another network or rule set."""
-    from dubito.moments.calibration import Calibration
-
     if isinstance(calibration, Calibration):
         calibration.check(bayes, rules)
 
@@ -230,8 +229,6 @@ def predictive_of(
     bayes: BayesianModule, moments: Moments, head: str, calibration: Calibrator | None = None
 ) -> Predictive:
     """What the outputs' moments stand for under the likelihood, at the calibration's temperature."""
-    from dubito.moments.calibration import Calibration
-
     if isinstance(calibration, Calibration):
         moments = calibration.finish(moments)
     return predictive_from_moments(bayes.require_likelihood(), moments.mean, moments.variance, head=head)

@@ -14,7 +14,8 @@ from dubito.bayesian import BayesianModule
 from dubito.experiments.cvp.material import Material
 from dubito.experiments.cvp.training import drawn_logits, save_whole
 from dubito.likelihoods import Categorical
-from dubito.moments.calibration import Calibration, calibrate
+from dubito.moments.calibration import Calibration
+from dubito.moments.calibration_fitting import calibrate
 from dubito.moments.logit_covariance import LogitCovariance
 from dubito.moments.moments import Context, Moments
 from dubito.moments.propagate import gaussian_weights, propagated
