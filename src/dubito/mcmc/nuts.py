@@ -31,8 +31,7 @@ def nuts(
     All parameters that need gradient are sampled together; those with `requires_grad=False` are held as they are. A
     Gaussian prior, or a joint one that can whiten (such as `process.weight_prior()`), is sampled in coordinates in
     which it is standard normal, others in the weights themselves. In warm-up step size and mass matrix are adapted.
-    Chains run one after the other in this process. Samplers in JAX are faster by an order of magnitude; this one takes
-    the network as it is.
+    Chains run one after the other in this process.
 
     Minibatches are not offered: NUTS accepts by differences of the log density, and with that of some of the data it
     would leave another distribution stationary. Memory and time go with the whole data at each leapfrog step.
